@@ -16,6 +16,7 @@ They are also the place where ranks that divide a sample's tokens exchange them 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,7 @@ from gracetune.adapters.compute.fused_lora import fuse_shared_input
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from contextlib import ExitStack
+    from contextlib import AbstractContextManager, ExitStack
 
     from torch import Tensor, nn
 
@@ -88,6 +89,12 @@ class FusedProcessor:
 
     token_split: TokenSplit | None = None
     """Divides tokens among ranks. None: this rank computes all of them."""
+    attention_mode: AbstractContextManager[Any] | None = None
+    """Mode to enter during attention, with which checkpointing saves and reuses its output."""
+
+    def during_attention(self) -> AbstractContextManager[Any]:
+        """Return the context in which attention must run."""
+        return nullcontext() if self.attention_mode is None else self.attention_mode
 
     def share_inputs(self, attn: Any) -> None:
         """Fuse the LoRA layers that read the same input, if possible."""
@@ -116,9 +123,10 @@ class FusedWanAttnProcessor(FusedProcessor, WanAttnProcessor):  # type: ignore[m
     ) -> Tensor:
         """Return the attention output, computed with fused operations if it is self-attention."""
         if rotary_emb is None or encoder_hidden_states is not None or attn.fused_projections:
-            original: Tensor = super().__call__(
-                attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb
-            )
+            with self.during_attention():
+                original: Tensor = super().__call__(
+                    attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb
+                )
             return original
         if self.shared_qkv is None:
             query, key, value = (
@@ -173,9 +181,10 @@ class FusedFluxAttnProcessor(_TwoStreamProcessor, FluxAttnProcessor):  # type: i
         In a single-stream block, `hidden_states` holds both text and image tokens.
         """
         if image_rotary_emb is None or attn.fused_projections:
-            original: Tensor | tuple[Tensor, Tensor] = super().__call__(
-                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
-            )
+            with self.during_attention():
+                original: Tensor | tuple[Tensor, Tensor] = super().__call__(
+                    attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+                )
             return original
         width = attn.head_dim
         query, key, value = _project(
@@ -219,14 +228,15 @@ class FusedQwenAttnProcessor(_TwoStreamProcessor, QwenDoubleStreamAttnProcessor2
     ) -> tuple[Tensor, Tensor]:
         """Return the attention outputs of the image tokens and of the text tokens."""
         if image_rotary_emb is None or encoder_hidden_states is None or attention_mask is not None:
-            original: tuple[Tensor, Tensor] = super().__call__(
-                attn,
-                hidden_states,
-                encoder_hidden_states,
-                encoder_hidden_states_mask,
-                attention_mask,
-                image_rotary_emb,
-            )
+            with self.during_attention():
+                original: tuple[Tensor, Tensor] = super().__call__(
+                    attn,
+                    hidden_states,
+                    encoder_hidden_states,
+                    encoder_hidden_states_mask,
+                    attention_mask,
+                    image_rotary_emb,
+                )
             return original
         width = attn.inner_dim // attn.heads
         image = _project(attn, IMAGE_PROJECTIONS, self.shared_image, hidden_states, width)
@@ -279,9 +289,10 @@ class FusedFlux2AttnProcessor(FusedProcessor, Flux2AttnProcessor):  # type: igno
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the attention outputs of the image tokens and of the text tokens."""
         if image_rotary_emb is None or encoder_hidden_states is None or attn.fused_projections:
-            original: Tensor | tuple[Tensor, Tensor] = super().__call__(
-                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
-            )
+            with self.during_attention():
+                original: Tensor | tuple[Tensor, Tensor] = super().__call__(
+                    attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+                )
             return original
         width = attn.head_dim
         image = _project(attn, IMAGE_PROJECTIONS, None, hidden_states, width)
@@ -312,7 +323,8 @@ class FusedFlux2ParallelSelfAttnProcessor(FusedProcessor, Flux2ParallelSelfAttnP
     ) -> Tensor:
         """Return the sum of the outputs of attention and MLP, for text and image tokens."""
         if image_rotary_emb is None:
-            original: Tensor = super().__call__(attn, hidden_states, attention_mask, None)
+            with self.during_attention():
+                original: Tensor = super().__call__(attn, hidden_states, attention_mask, None)
             return original
         qkv, mlp = attn.to_qkv_mlp_proj(hidden_states).split(
             [3 * attn.inner_dim, attn.mlp_hidden_dim * attn.mlp_mult_factor], dim=-1
@@ -379,16 +391,17 @@ def _attend(
     is_ulysses = split is not None and split.ring_config is None
     if split is not None and is_ulysses:
         query, key, value = split.scatter_heads(query, key, value)
-    mixed: Tensor = dispatch_attention_fn(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=0.0,
-        is_causal=False,
-        backend=processor._attention_backend,  # type: ignore[attr-defined]
-        parallel_config=None if split is None else split.ring_config,
-    )
+    with processor.during_attention():
+        mixed: Tensor = dispatch_attention_fn(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=0.0,
+            is_causal=False,
+            backend=processor._attention_backend,  # type: ignore[attr-defined]
+            parallel_config=None if split is None else split.ring_config,
+        )
     if split is not None and is_ulysses:
         mixed = split.gather_heads(mixed)
     return mixed.flatten(2, 3).to(qkv[0].dtype)

@@ -17,8 +17,9 @@ from __future__ import annotations
 import functools
 import gc
 import time
+from collections import deque
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,12 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.experimental import _config as symbolic_shapes_config
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -430,6 +436,7 @@ def _eager_forward(
     forward = block.forward
     if mode == "keep":
         return forward
+    attention_layers = [module for module in block.modules() if "processor" in vars(module)]
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the context managers of forward and of its recomputation, for torch's checkpoint.
@@ -437,7 +444,11 @@ def _eager_forward(
         The recomputation calls `forward` without the block's hooks, so its context also binds the
         weights of a streamed block.
         """
-        first, recompute = _checkpoint_contexts(mode)()
+        if mode == "lean":
+            first, recompute = _checkpoint_contexts(mode)()
+        else:
+            processors = [layer.processor for layer in attention_layers]
+            first, recompute = attention_contexts(processors)
         if ring is None or not ring.streams(block):
             return first, recompute
         return first, _nested(ring.bind_weights(block), recompute)
@@ -525,6 +536,114 @@ def _checkpoint_contexts(mode: CheckpointMode) -> Callable[[], Any]:
     return contexts
 
 
+@runtime_checkable
+class ObservableAttention(Protocol):
+    """An attention processor that enters a mode during attention."""
+
+    attention_mode: AbstractContextManager[Any] | None
+    """The mode to enter; None: no mode."""
+
+
+def attention_contexts(
+    processors: Sequence[Any],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return contexts for an eager forward and its recomputation; attention runs only in the first.
+
+    torch's selective checkpointing does the same for any operator, but runs Python code at every
+    call, which takes longer than many kernels. Here only attention is observed. `processors` are
+    the block's attention processors. If one of them is not observable, a function mode looks for
+    attention among all calls of torch's functions.
+    """
+    outputs: deque[Any] = deque()
+    modes = _SaveOutputs(outputs), _ReuseOutputs(outputs)
+    if processors and all(isinstance(one, ObservableAttention) for one in processors):
+        return _ModeOfProcessors(processors, modes[0]), _ModeOfProcessors(processors, modes[1])
+    return _FindAttention(modes[0]), _FindAttention(modes[1])
+
+
+class _ModeOfProcessors:
+    """Lets attention processors enter a dispatch mode during attention, while it is entered."""
+
+    def __init__(self, processors: Sequence[ObservableAttention], mode: TorchDispatchMode) -> None:
+        self._processors = processors
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        for processor in self._processors:
+            processor.attention_mode = self._mode
+
+    def __exit__(self, *_: object) -> None:
+        for processor in self._processors:
+            processor.attention_mode = None
+
+
+class _FindAttention(TorchFunctionMode):
+    """Enters a dispatch mode during each call of attention."""
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the function, in the dispatch mode if it is attention."""
+        if not _calls_attention(func):
+            return func(*args, **(kwargs or {}))
+        with self._mode:
+            return func(*args, **(kwargs or {}))
+
+
+class _SaveOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Saves the outputs of attention operators for their recomputation."""
+
+    def __init__(self, outputs: deque[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._outputs = outputs
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator; save a detached alias of its output, which has no reference cycle."""
+        out = func(*args, **(kwargs or {}))
+        if _op_policy(func, save_matmuls=False) is CheckpointPolicy.MUST_SAVE:
+            self._outputs.append(tree_map(_detached, out))
+        return out
+
+
+class _ReuseOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Returns the saved outputs of attention operators instead of running them."""
+
+    def __init__(self, outputs: deque[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._outputs = outputs
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Return the next saved output of attention; run every other operator."""
+        if _op_policy(func, save_matmuls=False) is not CheckpointPolicy.MUST_SAVE:
+            return func(*args, **(kwargs or {}))
+        if not self._outputs:
+            raise RuntimeError(
+                "backward recomputes more attention than forward has saved. A second backward over "
+                "the same block is not possible."
+            )
+        return self._outputs.popleft()
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+@functools.cache
+def _calls_attention(func: Any) -> bool:
+    """Return True for torch's attention function, and for attention operators of any package."""
+    if isinstance(func, (OpOverload, OpOverloadPacket)):
+        return _names_attention(str(func))
+    return func is scaled_dot_product_attention
+
+
 def _save_matmuls(_: object, op: Any, *__: object, **___: object) -> CheckpointPolicy:
     return _op_policy(op, save_matmuls=True)
 
@@ -540,7 +659,10 @@ def _op_policy(op: Any, save_matmuls: bool) -> CheckpointPolicy:
     Cached, because torch asks at every operator call.
     """
     name = op.name().split(".")[0]
-    # Attention operators, of torch and of other packages, all have "attention" or "attn" in their
-    # name.
-    save = "attention" in name or "attn" in name or (save_matmuls and name in MATMUL_OPS)
+    save = _names_attention(name) or (save_matmuls and name in MATMUL_OPS)
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _names_attention(name: str) -> bool:
+    """Return True for names of attention operators: all packages use one of these words."""
+    return "attention" in name or "attn" in name

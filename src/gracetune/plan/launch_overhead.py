@@ -6,22 +6,22 @@ loop would be too optimistic: it runs from the CPU's caches, and models differ i
 surrounds an operator. Instead a tiny version of the planned model is run (`build_probe_model`):
 all its blocks and operators, hardly any numbers. Five variants are timed:
 
-    bare      the model as it is                                -> cost per operator
-    fused     the model with a LoRA, fused as in a run          -> cost per custom operator, update
-    policy    fused, under a selective-checkpoint policy        -> cost of the policy per operator
-    streamed  policy, with all weights in the weight ring       -> cost of the ring per block
-    sent      streamed, with inputs of blocks in host memory    -> cost of the offload per block
+    bare          the model as it is                                -> cost per operator
+    fused         the model with a LoRA, fused as in a run          -> cost per custom operator
+    checkpointed  fused, and all blocks are recomputed              -> cost per recomputed operator
+    streamed      checkpointed, with all weights in the ring        -> cost of the ring per block
+    sent          streamed, with inputs of blocks in host memory    -> cost of the offload per block
 
 The time of a variant, divided by the calls that the tracer counts in it, is the cost of one call:
 
-    forward_s   = t(bare forward) / ops(bare forward)
-    custom_op_s = (t(fused forward) - ops(fused forward) * forward_s) / custom ops
-    policy_s    = (t(policy forward) - t(fused forward)) / policy calls
-    stream_s    = (t(streamed forward) - t(policy forward)) / blocks
-    send_s      = (t(sent forward) - t(streamed forward)) / blocks
+    forward_s    = t(bare forward) / ops(bare forward)
+    custom_op_s  = (t(fused forward) - ops(fused forward) * forward_s) / custom ops
+    checkpoint_s = (t(checkpointed forward) - t(fused forward)) / ops in blocks
+    stream_s     = (t(streamed forward) - t(checkpointed forward)) / blocks
+    send_s       = (t(sent forward) - t(streamed forward)) / blocks
 
 The hooks of the ring and the offload that run for each saved tensor are not timed. Their cost is
-estimated as a multiple of `policy_s`, because all of them are Python code.
+estimated as a multiple of `forward_s`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,11 @@ from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
@@ -75,15 +70,12 @@ interrupted."""
 VIEW_COST = 0.7
 """CPU time of an operator that launches no kernel, relative to one that does. Measured on a CPU
 with tiny tensors."""
-POLICY_SAVE_COST = 2.2
-"""Extra CPU time of a selective-checkpoint policy if it saves an operator's result, in units of
-`LaunchCosts.policy_s`. Measured on a CPU with tiny Flux and Qwen-Image models."""
-PACK_COSTS = (0.1, 0.07)
+PACK_COSTS = (0.17, 0.12)
 """CPU time of the weight ring's saved-tensor hooks per saved tensor, in forward and in backward, in
-units of `LaunchCosts.policy_s`. Measured on a CPU with three tiny models."""
-OFFLOAD_COSTS = (1.2, 0.65)
+units of `LaunchCosts.forward_s`. Measured on a CPU with three tiny models."""
+OFFLOAD_COSTS = (2.0, 1.1)
 """CPU time of the activation offload per saved tensor, in forward and in backward, in units of
-`LaunchCosts.policy_s`. Measured on a CPU."""
+`LaunchCosts.forward_s`. Measured on a CPU."""
 
 PROXY_FAMILY = "wan22"
 """Model family that stands in for a family without published shapes in the launch probe."""
@@ -111,10 +103,10 @@ class LaunchCosts:
     """CPU time of a custom operator called by the model, without launching its kernels."""
     custom_op_backward_s: float = 0.0
     """CPU time of a custom operator called by autograd, without launching its kernels."""
-    policy_s: float = 0.0
-    """CPU time that a selective-checkpoint policy adds to an operator in forward."""
-    policy_recompute_s: float = 0.0
-    """CPU time that a selective-checkpoint policy adds to an operator that backward recomputes."""
+    checkpoint_s: float = 0.0
+    """CPU time that checkpointing adds to an operator in forward."""
+    checkpoint_recompute_s: float = 0.0
+    """CPU time that checkpointing adds to an operator that backward recomputes."""
     optimizer_s: float = 0.0
     """CPU time of an optimizer step, per trained tensor."""
     stream_s: float = 0.0
@@ -129,8 +121,7 @@ class LaunchCosts:
     def forward_seconds(self, trace: Trace) -> float:
         """Return the CPU seconds to launch a traced block's forward pass."""
         calls = trace.forward_calls
-        policy_calls = calls.policy_calls + POLICY_SAVE_COST * calls.policy_saves
-        return self._model_seconds(calls) + policy_calls * self.policy_s
+        return self._model_seconds(calls) + calls.checkpointed * self.checkpoint_s
 
     def backward_seconds(self, trace: Trace) -> float:
         """Return the CPU seconds to launch a traced block's backward pass.
@@ -139,7 +130,7 @@ class LaunchCosts:
         """
         recompute, backward = trace.recompute_calls, trace.backward_calls
         seconds = self._model_seconds(recompute)
-        seconds += recompute.policy_calls * self.policy_recompute_s
+        seconds += recompute.checkpointed * self.checkpoint_recompute_s
         seconds += equivalent_ops(backward) * self.backward_s
         return seconds + backward.custom_ops * self.custom_op_backward_s
 
@@ -153,7 +144,7 @@ class LaunchCosts:
         `sent`: the block's activations are offloaded.
         """
         per_tensor = OFFLOAD_COSTS if sent else PACK_COSTS if packed else (0.0, 0.0)
-        forward, backward = (num_saved * each * self.policy_s for each in per_tensor)
+        forward, backward = (num_saved * each * self.forward_s for each in per_tensor)
         if streamed:
             forward, backward = forward + self.stream_s, backward + self.stream_backward_s
         if sent:
@@ -211,7 +202,7 @@ class LaunchProbe:
         _start_autograd_thread(device)
         bare, fused = (functools.partial(make_model, has_adapter) for has_adapter in (False, True))
         self._bare, self._fused = _ProbeStep(bare, device), _ProbeStep(fused, device)
-        self._policy = _ProbeStep(fused, device, has_policy=True)
+        self._checkpointed = _ProbeStep(fused, device, plan=BlockPlan("resident", "recompute"))
         self._streamed = _ProbeStep(fused, device, plan=BlockPlan("streamed", "recompute"))
         self._sent = _ProbeStep(
             fused, device, plan=BlockPlan("streamed", "recompute", offload_input=True)
@@ -221,16 +212,18 @@ class LaunchProbe:
     def measure(self, repeats: int = REPEATS) -> LaunchCosts:
         """Time the probe models and return the CPU time per operator call.
 
-        There are five: bare, with a fused LoRA, under a selective-checkpoint policy, and also with
-        the hooks of the weight ring and of the activation offload.
+        There are five: bare, with a fused LoRA, with checkpointing, and also with the hooks of the
+        weight ring and of the activation offload.
         """
-        variants = self._bare, self._fused, self._policy, self._streamed, self._sent
+        variants = self._bare, self._fused, self._checkpointed, self._streamed, self._sent
         times: list[list[HostSeconds]] = [[] for _ in variants]
         for _ in range(WARM_UP + repeats):  # in turns, since the CPU's speed varies over time
             for variant, found in zip(variants, times, strict=True):
                 self._synchronize()  # the device must not be busy with the previous variant
                 found.append(variant.time(self._clock))
-        bare, fused, policy, streamed, sent = (_trimmed_mean(found[WARM_UP:]) for found in times)
+        bare, fused, checkpointed, streamed, sent = (
+            _trimmed_mean(found[WARM_UP:]) for found in times
+        )
         forward, backward = self._bare_calls
         forward_s = bare.forward / equivalent_ops(forward)
         backward_s = bare.backward / equivalent_ops(backward)
@@ -239,25 +232,25 @@ class LaunchProbe:
         custom_op_backward_s = (
             fused.backward - equivalent_ops(backward) * backward_s
         ) / backward.custom_ops
-        recompute_s = policy.backward - fused.backward - fused.forward
-        blocks = self._policy.num_blocks
+        recompute_s = checkpointed.backward - fused.backward - fused.forward
+        blocks = self._checkpointed.num_blocks
         return LaunchCosts(
             forward_s=forward_s,
             backward_s=backward_s,
             custom_op_s=max(0.0, custom_op_s),
             custom_op_backward_s=max(0.0, custom_op_backward_s),
-            policy_s=max(0.0, policy.forward - fused.forward) / forward.policy_calls,
-            policy_recompute_s=max(0.0, recompute_s) / forward.policy_calls,
+            checkpoint_s=max(0.0, checkpointed.forward - fused.forward) / forward.checkpointed,
+            checkpoint_recompute_s=max(0.0, recompute_s) / forward.checkpointed,
             optimizer_s=fused.update / self._fused.num_trained,
-            stream_s=max(0.0, streamed.forward - policy.forward) / blocks,
-            stream_backward_s=max(0.0, streamed.backward - policy.backward) / blocks,
+            stream_s=max(0.0, streamed.forward - checkpointed.forward) / blocks,
+            stream_backward_s=max(0.0, streamed.backward - checkpointed.backward) / blocks,
             send_s=max(0.0, sent.forward - streamed.forward) / blocks,
             send_backward_s=max(0.0, sent.backward - streamed.backward) / blocks,
         )
 
     def close(self) -> None:
         """Free the host memory of streamed weights and offloaded activations."""
-        for variant in (self._sent, self._streamed):
+        for variant in (self._sent, self._streamed, self._checkpointed):
             variant.close()
 
 
@@ -285,7 +278,6 @@ class _ProbeStep:
         self,
         make: Callable[[bool], MetaModel],
         device: torch.device,
-        has_policy: bool = False,
         plan: BlockPlan | None = None,
     ) -> None:
         """`plan`: apply it to all blocks, as a run does; None: they run as they are."""
@@ -295,8 +287,6 @@ class _ProbeStep:
         self._model = meta_model.model.to(device)
         target = meta_model.trace_target()
         self._blocks = target.blocks
-        for block in self._blocks if has_policy else ():
-            block.forward = _with_policy(block.forward)
         self._applied = None if plan is None else self._apply(plan)
         self._predict = target.predict
         self._batch = {
@@ -342,7 +332,7 @@ class _ProbeStep:
     def count(self) -> tuple[HostCalls, HostCalls]:
         """Count the operator calls of forward and backward in a tiny copy of the model on the CPU.
 
-        `policy_calls` of forward is the number of operators inside blocks.
+        `checkpointed` of forward is the number of operators inside blocks.
         """
         kernels = nullcontext() if self._device.type == "cpu" else CudaKernels()
         return _ProbeStep(self._make, torch.device("cpu"))._count_under(kernels)
@@ -365,39 +355,18 @@ class _ProbeStep:
             block.register_forward_hook(block_ends)
         with recorder, kernels:
             out = self._forward()
-            forward = replace(recorder.take_calls(0), policy_calls=in_blocks)
+            forward = replace(recorder.take_calls(0), checkpointed=in_blocks)
             recorder.take()
             self._backward(out)
             return forward, recorder.take_calls(0)
 
     def _forward(self) -> Tensor:
-        return self._predict(self._model, self._batch)
+        with set_checkpoint_early_stop(False):  # as many operators as are counted in forward
+            return self._predict(self._model, self._batch)
 
     def _backward(self, out: Tensor) -> None:
         torch.autograd.backward(out, torch.ones_like(out))
         self._latents.grad = None
-
-
-def _with_policy(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a block's forward in a selective checkpoint that recomputes all of it."""
-    contexts = functools.partial(create_selective_checkpoint_contexts, _save_nothing)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with set_checkpoint_early_stop(False):
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-    return run
-
-
-def _save_nothing(_: object, op: Any, *__: object, **___: object) -> CheckpointPolicy:
-    return _decide(op)
-
-
-@functools.cache
-def _decide(op: Any) -> CheckpointPolicy:
-    """Return `PREFER_RECOMPUTE` for every operator, by a cached lookup as in a real policy."""
-    is_saved = op.name() == "none"
-    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # Probe models

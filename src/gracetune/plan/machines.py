@@ -437,11 +437,9 @@ FITTED_CONSTANTS: Mapping[str, SourcedFigure] = {
     "custom_op_backward_s": SourcedFigure(
         31e-6, "measured", f"a custom operator that autograd calls: {_HOST}"
     ),
-    "policy_s": SourcedFigure(
-        22e-6, "measured", f"what a checkpoint policy adds to a call: {_HOST}"
-    ),
-    "policy_recompute_s": SourcedFigure(
-        24e-6, "measured", f"what it adds to a recomputed call: {_HOST}"
+    "checkpoint_s": SourcedFigure(2e-6, "measured", f"what checkpointing adds to a call: {_HOST}"),
+    "checkpoint_recompute_s": SourcedFigure(
+        8e-6, "measured", f"what it adds to a recomputed call: {_HOST}"
     ),
     "optimizer_s": SourcedFigure(11e-6, "measured", f"an optimizer step, per tensor: {_HOST}"),
     "stream_s": SourcedFigure(0.25e-3, "measured", f"streaming, per block in forward: {_HOOKS}"),

@@ -71,12 +71,12 @@ COMPILED_MIXES: tuple[Mix, ...] = (
 """Combinations of activation modes to try for compiled blocks: (modes of the first blocks, mode of
 the last blocks). As many last blocks as fit in memory get the second one."""
 EAGER_MIXES: tuple[Mix, ...] = (
-    ((LEAN,), KEEP),
     ((RECOMPUTE,), KEEP),
-    ((RECOMPUTE,), LEAN),
     ((OFFLOAD,), KEEP),
     ((RECOMPUTE_FROM_HOST,), KEEP),
 )
+"""The same for eager blocks. Mode `lean` is left out: torch's selective checkpointing takes longer
+at each operator than most kernels."""
 
 
 class PlanError(GracetuneError):

@@ -75,10 +75,9 @@ class HostCalls:
     """Number of calls of gracetune's custom operators, which run Python code."""
     saved_tensors: float = 0.0
     """Number of tensors that autograd saves in forward, or reads in backward."""
-    policy_calls: float = 0.0
-    """Number of operator calls for which torch asks a selective-checkpoint policy."""
-    policy_saves: float = 0.0
-    """Number of operator calls whose results the selective-checkpoint policy saves."""
+    checkpointed: float = 0.0
+    """Number of operator calls in a block that keeps attention's outputs and recomputes the rest,
+    which adds Python code to each call."""
     entry_cost: float = 0.0
     """CPU time to enter a compiled block, in units of one operator call."""
 
@@ -142,27 +141,23 @@ def transposed_nbytes(backward: Sequence[Op]) -> int:
 
 
 def recomputed_trace(
-    keep: Trace, saved: Sequence[Op], input_nbytes: int, has_policy: bool = True
+    keep: Trace, saved: Sequence[Op], input_nbytes: int, observes_calls: bool = True
 ) -> Trace:
     """Return the trace of an eager block that keeps its input and the outputs of `saved` kernels.
 
     A trace lists kernels and memory. `keep` is the trace of the same block without recomputation.
     Backward first recomputes forward up to the last kernel that it needs, without the `saved`
-    kernels. With a selective-checkpoint policy (`has_policy`), every operator also runs the
-    policy's Python code, even a saved one.
+    kernels. With `observes_calls`, checkpointing also runs Python code at every call, to find those
+    whose outputs are saved.
     """
     saved_ids = {id(op) for op in saved}
     repeated = tuple(op for op in keep.forward[: keep.num_needed] if id(op) not in saved_ids)
     forward_calls = keep.forward_calls
     share = 1.0 if keep.num_needed is None else keep.num_needed / len(keep.forward)
     recompute_calls = replace(forward_calls.scaled(share), kernels=float(len(repeated)))
-    if has_policy:
-        # Only the last kernel of a custom operator has an output, so the operator counts once.
-        num_saved = sum(op.out_nbytes > 0 for op in saved)
-        forward_calls = replace(
-            forward_calls, policy_calls=forward_calls.dispatched, policy_saves=float(num_saved)
-        )
-        recompute_calls = replace(recompute_calls, policy_calls=recompute_calls.dispatched)
+    if observes_calls:
+        forward_calls = replace(forward_calls, checkpointed=forward_calls.dispatched)
+        recompute_calls = replace(recompute_calls, checkpointed=recompute_calls.dispatched)
     saved_nbytes = int(sum(op.out_nbytes for op in saved))
     return Trace(
         forward=keep.forward,
@@ -183,7 +178,7 @@ def recomputed_trace(
 
 def plain_checkpointing_trace(keep: Trace, input_nbytes: int) -> Trace:
     """Return the trace of a block that keeps only its input, as torch's own checkpointing does."""
-    return recomputed_trace(keep, (), input_nbytes, has_policy=False)
+    return recomputed_trace(keep, (), input_nbytes, observes_calls=False)
 
 
 @dataclass(frozen=True, slots=True)

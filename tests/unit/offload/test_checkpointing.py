@@ -1,10 +1,13 @@
 """Checkpointed blocks give the same numbers, eager or compiled, resident or streamed."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gracetune.errors import GracetuneError
 from gracetune.offload.checkpointing import BlockCompiler, wrap_blocks
@@ -17,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 WIDTH, HEADS, TOKENS = 16, 2, 32
 MODES = ("keep", "lean", "recompute")
 MIXED = ("keep", "lean", "recompute", "lean", "keep")
+FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKEND = "aot_eager_decomp_partition"
 """The partitioner of the real compiler, without its code generator."""
 
@@ -105,6 +109,67 @@ def test_eager_blocks_give_the_same_numbers_bit_for_bit(modes):
     wrap_blocks(model.blocks, modes, None)
     assert all_equal(gradients(model), expected)
     assert all_equal(gradients(model), expected)
+
+
+class CountAttention(TorchDispatchMode):
+    """Counts the operators of attention's forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is FLASH_ATTENTION
+        return func(*args, **(kwargs or {}))
+
+
+class Observable(nn.Module):
+    """Two attentions, called through an observable processor."""
+
+    class Processor:
+        def __init__(self):
+            self.attention_mode = None
+
+        def __call__(self, x):
+            with self.attention_mode or nullcontext():
+                return attend(x)
+
+    def __init__(self):
+        super().__init__()
+        self.processor = self.Processor()
+        self.scale = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x):
+        return self.processor(self.processor(x * self.scale).sin())
+
+
+class Unobservable(Observable):
+    """The same, called as a function of torch and as an operator."""
+
+    def forward(self, x):
+        return FLASH_ATTENTION(*[attend(x * self.scale).sin()] * 3)[0]
+
+
+def attend(x):
+    return functional.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("cls", [Observable, Unobservable])
+def test_recomputation_does_not_run_attention_again(cls):
+    block, x = cls(), torch.linspace(-1, 1, 128).view(1, 2, 8, 8).sin()
+    block(x).square().sum().backward()
+    expected = block.scale.grad.clone()
+    block.zero_grad()
+    if cls is Unobservable:
+        del block.processor
+    wrap_blocks([block], ["recompute"], None)
+    with CountAttention() as counter:
+        loss = block(x).square().sum()
+        loss.backward(retain_graph=True)
+    assert counter.count == 2
+    assert torch.equal(block.scale.grad, expected)
+    with pytest.raises(RuntimeError, match="second backward"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("mode", MODES)

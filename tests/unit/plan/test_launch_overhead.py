@@ -18,7 +18,6 @@ from gracetune.plan.cost import CostModel
 from gracetune.plan.launch_overhead import (
     OFFLOAD_COSTS,
     PACK_COSTS,
-    POLICY_SAVE_COST,
     PROXY_FAMILY,
     REALISTIC_EDGE,
     REALISTIC_TOKENS,
@@ -40,7 +39,7 @@ from gracetune.plan.simulate import (
     predict_seconds,
 )
 from gracetune.plan.trace import trace_model
-from gracetune.plan.trace_records import HostCalls, Op, plain_checkpointing_trace, recomputed_trace
+from gracetune.plan.trace_records import HostCalls, plain_checkpointing_trace, recomputed_trace
 from gracetune.units import MIB
 
 if TYPE_CHECKING:
@@ -55,8 +54,8 @@ HOST = LaunchCosts(
     backward_s=2.0,
     custom_op_s=10.0,
     custom_op_backward_s=7.0,
-    policy_s=3.0,
-    policy_recompute_s=4.0,
+    checkpoint_s=3.0,
+    checkpoint_recompute_s=4.0,
     stream_s=33.0,
     stream_backward_s=30.0,
     send_s=20.0,
@@ -102,31 +101,15 @@ def test_each_kind_of_call_has_its_own_cost() -> None:
     assert HOST.backward_seconds(keep) == pytest.approx(3 * 2 + 7)
 
 
-def test_a_policy_costs_time_in_forward_and_when_recomputing() -> None:
+def test_checkpointing_costs_time_in_forward_and_when_recomputing() -> None:
     (kind,) = build_model(1)._shapes.kinds
     keep = replace(kind.eager.keep, forward_calls=CALLS, backward_calls=HostCalls(kernels=3))
-    asked, plain = recomputed_trace(keep, (), 10), plain_checkpointing_trace(keep, 10)
+    kept, plain = recomputed_trace(keep, (), 10), plain_checkpointing_trace(keep, 10)
     assert HOST.forward_seconds(plain) == HOST.forward_seconds(keep)
-    assert HOST.forward_seconds(asked) == pytest.approx(HOST.forward_seconds(keep) + 10 * 3)
-    assert HOST.backward_seconds(asked) - HOST.backward_seconds(plain) == pytest.approx(10 * 4)
+    assert HOST.forward_seconds(kept) == pytest.approx(HOST.forward_seconds(keep) + 10 * 3)
+    assert HOST.backward_seconds(kept) - HOST.backward_seconds(plain) == pytest.approx(10 * 4)
     # The trace has one forward kernel, which is launched again to recompute.
     assert plain.recompute_calls.kernels == len(keep.forward)
-
-
-def test_saving_a_result_costs_a_policy_more_than_skipping_it() -> None:
-    (kind,) = build_model(1)._shapes.kinds
-    inside = [Op("gemm", 1.0, 1.0, frozen=True), Op("gemm", 1.0, 1.0, 0.0, 8.0, frozen=True)]
-    attention = Op("attention", 1.0, 1.0, out_nbytes=8.0)
-    forward = (*inside, attention)
-    keep = replace(kind.eager.keep, forward=forward, forward_calls=CALLS)
-    recompute, lean = (recomputed_trace(keep, kept, 10) for kept in ([attention], forward))
-    assert (recompute.forward_calls.policy_saves, lean.forward_calls.policy_saves) == (
-        1,
-        2,
-    )  # a custom operator saves one result
-    assert HOST.forward_seconds(lean) - HOST.forward_seconds(recompute) == pytest.approx(
-        POLICY_SAVE_COST * 3
-    )
 
 
 def test_saved_results_launch_no_kernel_and_unneeded_ones_are_not_recomputed() -> None:
@@ -135,9 +118,9 @@ def test_saved_results_launch_no_kernel_and_unneeded_ones_are_not_recomputed() -
     keep = replace(kind.eager.keep, forward=(first, *[replace(first)] * 3), forward_calls=CALLS)
     assert recomputed_trace(keep, (), 10).recompute_calls.kernels == 4
     lean = recomputed_trace(keep, (first,), 10).recompute_calls
-    assert (lean.kernels, lean.custom_ops, lean.policy_calls) == (3, CALLS.custom_ops, 10)
+    assert (lean.kernels, lean.custom_ops, lean.checkpointed) == (3, CALLS.custom_ops, 10)
     early = recomputed_trace(replace(keep, num_needed=2), (), 10).recompute_calls
-    assert (early.kernels, early.dispatched, early.policy_calls, early.views) == (2, 5, 5, 2.5)
+    assert (early.kernels, early.dispatched, early.checkpointed, early.views) == (2, 5, 5, 2.5)
     assert early.custom_ops == CALLS.custom_ops / 2
 
 
@@ -224,8 +207,8 @@ def test_a_host_that_is_always_ahead_costs_nothing() -> None:
     assert seconds_of(quick) == seconds_of(free)
 
 
-def test_recomputing_under_a_policy_costs_more_launch_time() -> None:
-    host = LaunchCosts(forward_s=1.0, backward_s=1.0, policy_s=2.0, policy_recompute_s=3.0)
+def test_recomputing_costs_more_launch_time() -> None:
+    host = LaunchCosts(forward_s=1.0, backward_s=1.0, checkpoint_s=2.0, checkpoint_recompute_s=3.0)
     model = build_launch_model(2, host, HostCalls(dispatched=9, kernels=9), HostCalls(kernels=9))
     kept, again = (seconds_of(model, activations=way).step for way in ("keep", "recompute"))
     assert again - kept == pytest.approx(2 * (9 * 2 + 9 * 3 + 1), rel=0.05)  # one kernel is traced
@@ -233,19 +216,19 @@ def test_recomputing_under_a_policy_costs_more_launch_time() -> None:
 
 def test_ring_and_offload_hooks_cost_launch_time() -> None:
     there, back = HOST.hook_seconds(4, streamed=True, packed=True, sent=False)
-    assert there == pytest.approx(3 * 4 * PACK_COSTS[0] + 33)
-    assert back == pytest.approx(3 * 4 * PACK_COSTS[1] + 30)
+    assert there == pytest.approx(4 * PACK_COSTS[0] + 33)
+    assert back == pytest.approx(4 * PACK_COSTS[1] + 30)
     there, back = HOST.hook_seconds(4, streamed=False, packed=True, sent=True)
     assert (there, back) == (
-        pytest.approx(12 * OFFLOAD_COSTS[0] + 20),
-        pytest.approx(12 * OFFLOAD_COSTS[1] + 9),
+        pytest.approx(4 * OFFLOAD_COSTS[0] + 20),
+        pytest.approx(4 * OFFLOAD_COSTS[1] + 9),
     )
     assert HOST.hook_seconds(4, streamed=False, packed=False, sent=False) == (0, 0)
     calls = HostCalls(kernels=9, saved_tensors=5)
-    slow = replace(HOST, policy_s=100.0, stream_s=1100.0, stream_backward_s=1000.0)
+    slow = replace(HOST, stream_s=1100.0, stream_backward_s=1000.0)
     model = build_launch_model(2, slow, calls, HostCalls(kernels=9))
     resident, streamed = seconds_of(model).step, seconds_of(model, streamed=2).step
-    each = 100 * 5 * sum(PACK_COSTS) + 1100 + 1000
+    each = 5 * sum(PACK_COSTS) + 1100 + 1000
     assert streamed - resident == pytest.approx(2 * each, rel=0.1)
 
 
@@ -264,7 +247,7 @@ def test_calls_of_a_real_block_are_counted(fused_shapes: ModelTraces) -> None:
     assert keep.forward_calls.kernels == len(keep.forward)
     assert keep.forward_calls.dispatched < keep.forward_calls.kernels + keep.forward_calls.views
     assert kind.num_trained == 20
-    assert lean.forward_calls.policy_calls == keep.forward_calls.dispatched
+    assert lean.forward_calls.checkpointed == keep.forward_calls.dispatched
     assert 7 < lean.recompute_calls.custom_ops < 8  # checkpointing stops early
     assert lean.recompute_calls.kernels < kind.eager.recompute.recompute_calls.kernels
     assert kind.compiled.keep.forward_calls.custom_ops == 8
@@ -283,7 +266,7 @@ def test_launch_costs_are_measured_with_tiny_models() -> None:
     host = measure_costs("wan22", lambda: float(next(ticks)), waited)
     assert 0 < host.forward_s < 1 / 100
     assert 0 < host.backward_s < host.forward_s  # also one tick, but for more calls
-    assert (host.policy_s, host.policy_recompute_s) == (
+    assert (host.checkpoint_s, host.checkpoint_recompute_s) == (
         0,
         0,
     )  # not negative
@@ -292,7 +275,7 @@ def test_launch_costs_are_measured_with_tiny_models() -> None:
 
 
 def test_the_time_of_a_pass_is_divided_by_its_calls() -> None:
-    """The clock gives each pass a fixed cost: plain, with custom operators, under a policy,
+    """The clock gives each pass a fixed cost: plain, with custom operators, checkpointed,
     streamed, and with inputs in host memory."""
     costs = [
         (1.0, 2.0, 0.0),
@@ -315,8 +298,8 @@ def test_the_time_of_a_pass_is_divided_by_its_calls() -> None:
     backward = host.backward_s * equivalent_ops(back) + host.custom_op_backward_s * back.custom_ops
     assert backward == pytest.approx(5.0)
     assert host.optimizer_s * 240 == pytest.approx(8.0)
-    assert host.policy_s * there.policy_calls == pytest.approx(10.0 - 3.0)
-    assert host.policy_recompute_s * there.policy_calls == pytest.approx(20.0 - 5.0 - 3.0)
+    assert host.checkpoint_s * there.checkpointed == pytest.approx(10.0 - 3.0)
+    assert host.checkpoint_recompute_s * there.checkpointed == pytest.approx(20.0 - 5.0 - 3.0)
     blocks = 12
     assert host.stream_s * blocks == pytest.approx(22.0 - 10.0)
     assert host.stream_backward_s * blocks == pytest.approx(44.0 - 20.0)
@@ -332,8 +315,8 @@ def test_measured_launch_costs_are_plausible(family: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(launch_overhead, "REPEATS", 2)
     host = measure_costs(family, time.process_time, [])
     assert 1e-7 < host.forward_s < 1e-3
-    assert 0 < host.policy_s < 1e-3
-    assert 0 < host.policy_recompute_s < 1e-3
+    assert 0 < host.checkpoint_s < 1e-3
+    assert 0 < host.checkpoint_recompute_s < 1e-3
     assert 0 < host.optimizer_s < 1e-2
 
 
@@ -360,7 +343,7 @@ def test_calls_are_counted_as_on_cuda() -> None:
     assert there.kernels < here.kernels
     assert here.custom_ops == there.custom_ops == 12 * 8  # layers that share an input are one call
     assert back.custom_ops > there.custom_ops
-    assert 0 < there.policy_calls < there.dispatched
+    assert 0 < there.checkpointed < there.dispatched
 
 
 def test_the_report_mentions_a_slow_host() -> None:
