@@ -18,7 +18,8 @@ of its own, so that nothing of an earlier way is alive:
 Judged: losses are equal bit for bit to those of the reference; the managed bytes of our statistics
 are the sum of the allocations that the driver calls managed; the limited run completes and its
 events say why. Managed memory is limited to `CAP`, which must be below a quarter of the free
-memory. No way starts after `--minutes`; the result file has those that ran.
+memory. No way starts after `--minutes`. Results of ways that are not run are kept, each with its
+commit.
 
     PYTHONPATH=src:benchmarks python benchmarks/managed_training.py [--only NAME,...] [--out FOLDER]
         [--commit NAME] [--minutes N] [--rehearse]
@@ -198,7 +199,8 @@ def main() -> int:
         parser.error("there is no GPU; --rehearse trains a miniature without one")
     clock, began = PhaseClock(), time.monotonic()
     names = arguments.only.split(",") if arguments.only else list(WAYS)
-    figures: dict[str, Any] = {"batch": BATCH, "cap": CAP, "steps": STEPS}
+    figures: dict[str, Any] = by_way(results.previous(NAME, arguments))
+    figures |= {"batch": BATCH, "cap": CAP, "steps": STEPS}
     processes = multiprocessing.get_context("spawn")
     done = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
@@ -217,12 +219,23 @@ def main() -> int:
             assert found.exists(), f"{name}: the process ended with code {process.exitcode}"
             figures[name] = json.loads(found.read_text())
             figures[name]["wall_s"] = time.monotonic() - started
+            figures[name]["commit"] = arguments.commit or results.this_commit()
             done.append(name)
             results.write(NAME, dict(results.flatten(figures)), arguments.out, arguments.commit)
     failed = [f"{name}: {why}" for name in done for why in faults(name, figures)]
     print_table(figures, done)
     clock.print("all as promised" if not failed else "; ".join(failed))
     return 1 if failed and not arguments.rehearse else 0
+
+
+def by_way(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of a result file by way, as `measure` returns them."""
+    found: dict[str, Any] = {}
+    for key, value in figures.items():
+        way, _, name = key.partition(".")
+        if way in WAYS:
+            found.setdefault(way, {})[name] = value
+    return found
 
 
 def reference_of(name: str) -> str:
