@@ -208,12 +208,14 @@ def write_run_file(run: ProductRun, model: Path, folder: Path, *, small: bool) -
     return path
 
 
-def train_in_process(path: Path, log: Path, steps: int, timeout_s: float = 400) -> int:
+def train_in_process(path: Path, log: Path, steps: int, timeout_s: float = 240) -> int:
     """Start `gracetune train`, stop it after `steps` steps, and return its exit code.
 
-    A run that does not end is killed, which its exit code -9 shows. Its log can still be read.
+    A run that does not end is killed, which its exit code -9 shows. Its log can still be read. It
+    is also killed if this process is terminated.
     """
     command = [sys.executable, "-m", "gracetune", "train", str(path)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     process = subprocess.Popen(command, env=os.environ, start_new_session=True)
     ends_at = time.monotonic() + timeout_s
     try:

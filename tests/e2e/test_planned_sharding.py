@@ -24,7 +24,7 @@ CASES = {
     "compiled": {"plan": {"compile": "always"}},
     "hybrid": {"optimizer": {"state": "host"}},
 }
-IN_CI = {"small": {"recompute", "lean"}, "medium": {"lean", "keep"}}
+IN_CI = {"small": {"recompute", "keep"}, "medium": {"recompute", "keep"}}
 """Cases that CI runs -> the activation modes of their blocks; other cases keep everything."""
 
 

@@ -349,7 +349,7 @@ class CostModel:
             timed = self._timed(op, scale)
             nbytes = op.weights_nbytes + (op.nbytes - op.weights_nbytes) * scale
             if op.kind != "elementwise":
-                compute = self._compute_seconds(op, scale, timed, compiled)
+                compute = self._compute_seconds(op, scale, timed)
                 spent[op.kind] += max(compute, nbytes / rates.memory)
             elif timed is None:
                 spent[op.kind] += nbytes / (rates.compiled if compiled else rates.eager)
@@ -364,12 +364,12 @@ class CostModel:
             return None
         return self.rates.timer(op, 1.0 if op.prepares_weight else scale)
 
-    def _compute_seconds(self, op: Op, scale: float, timed: float | None, compiled: bool) -> float:
+    def _compute_seconds(self, op: Op, scale: float, timed: float | None) -> float:
         if timed is None:
             return op.flops * scale / self._flops_rate(op)
         # `step_share` was fitted to steps whose kernels had rates. It lengthens timed attention,
         # too, for which there is no measurement of its own.
-        return timed / self.rates.step_share if compiled else timed
+        return timed / self.rates.step_share
 
     def _flops_rate(self, op: Op) -> float:
         rates = self.rates

@@ -499,7 +499,8 @@ class EffectiveRates:
     in_place: float = float("inf")
     """Bandwidth of kernels that use host memory in place."""
     step_share: float = 1.0
-    """Speed of a matmul inside a long compiled step, as a share of its speed when timed alone."""
+    """Speed of a matmul inside a long step, as a share of its speed when timed alone. A GPU that
+    computes for seconds reaches its power limit and lowers its clock."""
     host: LaunchCosts = NO_LAUNCH_COSTS
 
 
