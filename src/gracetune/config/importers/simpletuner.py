@@ -23,10 +23,13 @@ from gracetune.config.importers.simpletuner_keys import (
     FEATURES,
     IGNORED_PREFIXES,
     KNOWN_KEYS,
+    LOCAL_REPORTS,
     NOT_NEEDED,
     NOT_SUPPORTED,
     NOT_TRANSLATED,
     OPTIMIZERS,
+    TRACKER_NAMES,
+    TRACKERS,
     SimpleTunerOptimizer,
 )
 from gracetune.config.importers.values import (
@@ -34,7 +37,9 @@ from gracetune.config.importers.values import (
     as_bool,
     as_int,
     as_number,
+    as_text,
     copy_flag,
+    copy_value,
     is_off,
     not_supported_unless_off,
     own_output_dir,
@@ -43,6 +48,7 @@ from gracetune.config.importers.values import (
     take_unless_off,
     texts,
 )
+from gracetune.config.parse_text import format_value
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -299,14 +305,31 @@ def _import_ranks(config: KeyReader, family: str) -> None:
 
 
 def _import_trackers(config: KeyReader) -> None:
-    reports = texts(config.peek("report_to"))
-    others = [name for name in reports if name not in ("tensorboard", "none", "all")]
+    """Translate the experiment trackers, of which TensorBoard is always on."""
+    reports = [name.lower() for name in texts(config.peek("report_to"))]
+    used = [name for name in dict.fromkeys(reports) if name in TRACKERS]
+    others = [name for name in reports if name not in (*TRACKERS, *LOCAL_REPORTS)]
+    if used:
+        config.imported.set("logging.trackers", used)
+        for key, setting in TRACKER_NAMES.items():
+            copy_value(config, key, setting, as_text)
+        project, why = "logging.tracker_project", "tracker_project_name is simpletuner"
+        config.imported.default(project, "simpletuner", why)
+    shown = f"logging.trackers is {format_value(used)}" if used else "TensorBoard files are written"
+    packages = ",".join(used)
+    needed = f"; training needs pip install 'gracetune[{packages}]'" if used else ""
     if others:
-        fix = f"{', '.join(others)}: TensorBoard files are written; see logging.trackers for others"
-        config.not_supported("report_to", fix)
+        fix = f"there is no tracker {' or '.join(others)}; {shown}{needed}"
+        config.report("report_to", "not supported", fix)
+    elif used:
+        config.report("report_to", "translated", f"{shown}{needed}", "logging.trackers")
     elif reports == ["none"]:
         config.translate("report_to", "logging.tensorboard", False)
-    config.not_needed("report_to", "TensorBoard files are written")
+    elif "all" in reports:
+        config.not_needed("report_to", f"{shown}; list other trackers in logging.trackers")
+    config.not_needed("report_to", shown)
+    for key in TRACKER_NAMES:
+        config.not_needed(key, "report_to names no tracker that gracetune has")
 
 
 def _import_clipping(config: KeyReader) -> None:

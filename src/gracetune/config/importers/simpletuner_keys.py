@@ -221,6 +221,16 @@ OPTIMIZERS: Mapping[str, SimpleTunerOptimizer] = {
 """gracetune's optimizer for each of SimpleTuner's `optimizer` names that has one."""
 
 
+TRACKERS = ("wandb", "trackio", "mlflow")
+"""Names in `report_to` that `logging.trackers` also has. Each needs the extra of its name."""
+LOCAL_REPORTS = ("tensorboard", "simpletuner", "all", "none")
+"""Names in `report_to` for which files in the output folder are enough."""
+TRACKER_NAMES: Mapping[str, str] = {
+    "tracker_project_name": "logging.tracker_project",
+    "tracker_run_name": "logging.tracker_run_name",
+}
+
+
 def _keys(names: str, reason: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), reason)
 
@@ -228,7 +238,6 @@ def _keys(names: str, reason: str) -> dict[str, str]:
 _PLANNER = "the planner decides what stays on the GPU; see `gracetune plan`"
 _CACHE = "gracetune encodes once into its own cache; see cache_config"
 _HUB = "gracetune does not upload; run `hf upload` with the files in output_dir"
-_TRACKER = "gracetune writes events.jsonl and TensorBoard files, without names of trackers"
 _LAUNCH = "start with `torchrun` or `accelerate launch`; gracetune reads the number of ranks there"
 _DEBUG = "it only changes SimpleTuner's messages or checks"
 _SPEED = "it only changes SimpleTuner's speed"
@@ -263,7 +272,6 @@ NOT_NEEDED: Mapping[str, str] = {
         "push_to_hub_background",
         "it only matters for uploads, which gracetune does not do",
     ),
-    **_keys("tracker_run_name tracker_project_name tracker_image_layout", _TRACKER),
     **_keys(
         "num_processes num_machines machine_rank main_process_ip main_process_port same_network "
         "local_rank accelerate_config accelerate_extra_args find_unused_parameters",
@@ -319,7 +327,8 @@ NOT_NEEDED: Mapping[str, str] = {
     "eval_loss_disable": "it only matters for eval datasets",
     "eval_dataset_pooling": "it only matters for eval datasets",
     "pretrained_evaluation_model_name_or_path": "it only matters for evaluation_type: clip",
-    "custom_tracker": _TRACKER,
+    "custom_tracker": "it only matters for report_to: custom-tracker; events.jsonl has all numbers",
+    "tracker_image_layout": "trackers get each sample with its prompt",
     "huber_c": "it only matters for loss_type: huber",
     "huber_schedule": "it only matters for loss_type: huber",
     "text_encoder_lr": "it only matters for train_text_encoder",
@@ -508,6 +517,7 @@ TRANSLATED_KEYS = frozenset(
         "grad_clip_method flow_schedule_shift flow_schedule_auto_shift flow_use_uniform_schedule "
         "flow_sigmoid_scale snr_gamma use_ema ema_decay prediction_type checkpoint_step_interval "
         "checkpointing_steps checkpoints_total_limit save_total_limit vae_enable_tiling report_to "
+        "tracker_project_name tracker_run_name "
         "validation_prompt user_prompt_library validation_negative_prompt validation_guidance "
         "validation_num_inference_steps validation_seed validation_resolution validation_steps "
         "validation_step_interval validation_disable validation_disable_unconditional "

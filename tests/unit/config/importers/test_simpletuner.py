@@ -90,7 +90,23 @@ def verdicts(imported):
         ({"validation_resolution": "512"}, {"validation.height": 512}),
         ({"validation_resolution": "1.0"}, {"validation.height": 1024}),
         ({"validation_disable": True, "validation_steps": 9}, {"validation.every": 0}),
-        ({"report_to": "tensorboard,wandb"}, {"logging.tensorboard": MISSING}),
+        (
+            {"report_to": "tensorboard,wandb", "tracker_run_name": "one"},
+            {
+                "logging.tensorboard": MISSING,
+                "logging.trackers": ["wandb"],
+                "logging.tracker_project": "simpletuner",
+                "logging.tracker_run_name": "one",
+            },
+        ),
+        (
+            {"report_to": ["trackio", "mlflow"], "tracker_project_name": "cats"},
+            {"logging.trackers": ["trackio", "mlflow"], "logging.tracker_project": "cats"},
+        ),
+        (
+            {"report_to": "tensorboard", "tracker_project_name": "cats"},
+            {"logging.trackers": MISSING, "logging.tracker_project": MISSING},
+        ),
         ({"report_to": "none"}, {"logging.tensorboard": False}),
         ({"caption_dropout_probability": 0.3}, {"datasets.0.caption_dropout": 0.3}),
     ],
@@ -337,6 +353,18 @@ def test_fsdp_that_is_off_is_not_needed(convert):
     found = verdicts(imported)
     assert found["fsdp_cpu_offload"] == ("not needed", "fsdp_enable is off")
     assert found["context_parallel_size"][0] == "not needed"
+
+
+def test_the_report_names_the_extra_of_a_tracker(convert):
+    verdict, text = verdicts(convert(report_to="wandb"))["report_to"]
+    assert verdict == "translated"
+    assert 'logging.trackers is ["wandb"]' in text
+    assert "training needs pip install 'gracetune[wandb]'" in text
+    verdict, text = verdicts(convert(report_to="wandb,comet_ml"))["report_to"]
+    assert verdict == "not supported"
+    assert "there is no tracker comet_ml; logging.trackers is" in text
+    assert verdicts(convert(report_to="simpletuner"))["report_to"][0] == "not needed"
+    assert "logging.trackers" in verdicts(convert(report_to="all"))["report_to"][1]
 
 
 def test_features_that_are_off_are_not_needed(convert):
