@@ -221,6 +221,13 @@ OPTIMIZERS: Mapping[str, SimpleTunerOptimizer] = {
 """gracetune's optimizer for each of SimpleTuner's `optimizer` names that has one."""
 
 
+FLOW_OPTIONS: Mapping[str, str] = {
+    "flow_schedule_shift": "flux_schedule_shift",
+    "flow_schedule_auto_shift": "flux_schedule_auto_shift",
+    "flow_use_uniform_schedule": "flux_use_uniform_schedule",
+    "flow_sigmoid_scale": "flow_matching_sigmoid_scale",
+}
+"""Options of flow matching, with the names that they also had in SimpleTuner before version 2."""
 TRACKERS = ("wandb", "trackio", "mlflow")
 """Names in `report_to` that `logging.trackers` also has. Each needs the extra of its name."""
 LOCAL_REPORTS = ("tensorboard", "simpletuner", "all", "none")
@@ -286,13 +293,14 @@ NOT_NEEDED: Mapping[str, str] = {
         _DEBUG,
     ),
     **_keys(
-        "disable_tf32 sageattention_usage dynamo_backend dynamo_mode dynamo_dynamic "
+        "disable_tf32 allow_tf32 sageattention_usage dynamo_backend dynamo_mode dynamo_dynamic "
         "dynamo_fullgraph dynamo_use_regional_compilation validation_torch_compile "
         "validation_torch_compile_mode validation_multigpu "
         "enable_xformers_memory_efficient_attention",
         f"{_SPEED}; `plan.compile` and `model.attention_mechanism` are `auto` here",
     ),
     "attention_mechanism": "`auto` measures the attention backends and uses the fastest",
+    "benchmark_base_model": "gracetune validates before the first step, and repeats no benchmark",
     "disable_benchmark": "gracetune validates before the first step, and repeats no benchmark",
     "validation_on_startup": "a run always validates before its first step",
     "logging_dir": "logs are written into output_dir",
@@ -342,6 +350,8 @@ NOT_NEEDED: Mapping[str, str] = {
     "soft_min_snr_sigma_data": "it only matters with use_soft_min_snr",
     "flow_beta_schedule_alpha": "it only matters with flow_use_beta_schedule",
     "flow_beta_schedule_beta": "it only matters with flow_use_beta_schedule",
+    "flux_beta_schedule_alpha": "it only matters with flux_use_beta_schedule",
+    "flux_beta_schedule_beta": "it only matters with flux_use_beta_schedule",
     "flow_timesteps_mode": "it only matters with flow_custom_timesteps",
     "timestep_bias_begin": "it only matters with timestep_bias_strategy",
     "timestep_bias_end": "it only matters with timestep_bias_strategy",
@@ -394,6 +404,7 @@ NOT_SUPPORTED: Mapping[str, str] = {
     "input_perturbation": "remove it; noise is not perturbed",
     "use_soft_min_snr": "set train.min_snr_gamma",
     "flow_use_beta_schedule": "set train.timestep_sampling to logit_normal, mode or cosmap",
+    "flux_use_beta_schedule": "set train.timestep_sampling to logit_normal, mode or cosmap",
     "flow_cubic_schedule_weights": "set train.timestep_sampling to logit_normal, mode or cosmap",
     "flow_custom_timesteps": "set train.timestep_window to train on a range of timesteps",
     "flux_fast_schedule": "set train.timestep_shift to favour high noise",
@@ -514,8 +525,7 @@ TRANSLATED_KEYS = frozenset(
         "optimizer_beta2 adam_beta1 adam_beta2 adam_epsilon adam_weight_decay learning_rate "
         "lr_scheduler lr_warmup_steps lr_end lr_power max_train_steps num_train_epochs "
         "train_batch_size gradient_accumulation_steps gradient_checkpointing max_grad_norm "
-        "grad_clip_method flow_schedule_shift flow_schedule_auto_shift flow_use_uniform_schedule "
-        "flow_sigmoid_scale snr_gamma use_ema ema_decay prediction_type checkpoint_step_interval "
+        "grad_clip_method snr_gamma use_ema ema_decay prediction_type checkpoint_step_interval "
         "checkpointing_steps checkpoints_total_limit save_total_limit vae_enable_tiling report_to "
         "tracker_project_name tracker_run_name "
         "validation_prompt user_prompt_library validation_negative_prompt validation_guidance "
@@ -531,7 +541,7 @@ TRANSLATED_KEYS = frozenset(
         "fsdp_transformer_layer_cls_to_wrap context_parallel_size context_parallel_comm_strategy",
         "",
     )
-)
+) | {*FLOW_OPTIONS, *FLOW_OPTIONS.values()}
 """Keys that `simpletuner.py` translates."""
 KNOWN_KEYS = TRANSLATED_KEYS | NOT_NEEDED.keys() | NOT_SUPPORTED.keys()
 

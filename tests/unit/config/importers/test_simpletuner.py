@@ -76,6 +76,14 @@ def verdicts(imported):
         ({"flow_schedule_shift": 0}, {"train.timestep_shift": MISSING}),
         ({"flow_schedule_auto_shift": True}, {"train.timestep_shift": "flux"}),
         ({"flow_use_uniform_schedule": True}, {"train.timestep_sampling": "uniform"}),
+        ({"flux_schedule_shift": 2.5}, {"train.timestep_shift": 2.5}),
+        (
+            {"flux_schedule_shift": 0, "flux_schedule_auto_shift": True},
+            {"train.timestep_shift": "flux"},
+        ),
+        ({"flow_schedule_shift": 2, "flux_schedule_shift": 5}, {"train.timestep_shift": 2}),
+        ({"flux_use_uniform_schedule": True}, {"train.timestep_sampling": "uniform"}),
+        ({"flow_matching_sigmoid_scale": 0.5}, {"train.timestep_std": 0.5}),
         ({"use_ema": True}, {"train.ema_decay": 0.995}),
         ({"use_ema": False, "ema_decay": 0.9}, {"train.ema_decay": MISSING}),
         ({"checkpointing_steps": 7, "checkpoints_total_limit": 2}, {"train.checkpoint_every": 7}),
@@ -365,6 +373,14 @@ def test_the_report_names_the_extra_of_a_tracker(convert):
     assert "there is no tracker comet_ml; logging.trackers is" in text
     assert verdicts(convert(report_to="simpletuner"))["report_to"][0] == "not needed"
     assert "logging.trackers" in verdicts(convert(report_to="all"))["report_to"][1]
+
+
+def test_tf32_is_not_needed(convert, tmp_path):
+    assert verdicts(convert(allow_tf32=True))["allow_tf32"][0] == "not needed"
+    lines = (f"{key.upper()}={value}" for key, value in CONFIG.items())
+    (tmp_path / "config.env").write_text("\n".join((*lines, "ALLOW_TF32=true")))
+    found = verdicts(import_files([tmp_path / "config.env"]))
+    assert found["allow_tf32"][0] == "not needed"
 
 
 def test_features_that_are_off_are_not_needed(convert):
