@@ -441,6 +441,24 @@ def test_odd_values_are_reported_and_never_crash(convert, odd, tmp_path):
         )
 
 
+def test_sizes_before_cropping_are_explained(convert):
+    keys = ("maximum_image_size", "target_downsample_size")
+    large, equal = {keys[0]: 1536, keys[1]: 1024}, {keys[0]: 1536, keys[1]: 512}
+    found = verdicts(convert({"crop": True} | large))
+    assert found[f"0.{keys[0]}"] == ("not supported", "see target_downsample_size")
+    verdict, text = found[f"0.{keys[1]}"]
+    assert verdict == "not supported"
+    assert "here an image is shrunk until the crop just fits" in text
+    assert "There is nothing to do, unless you want closer crops" in text
+    for dataset in ({"crop": True} | equal, {"crop": False} | large, {"crop": True, keys[1]: 1024}):
+        found = verdicts(convert(dataset))
+        assert {found[f"0.{key}"][0] for key in keys if key in dataset} == {"not needed"}
+    found = verdicts(convert({"crop": True}, **large))
+    assert {found[key][0] for key in keys} == {"not supported"}
+    found = verdicts(convert({"crop": False}, **large))
+    assert {found[key][0] for key in keys} == {"not needed"}
+
+
 def test_the_report_says_what_differs_and_what_to_do(convert):
     found = verdicts(
         convert(
