@@ -241,7 +241,9 @@ def folder(small_folder, flux_lora, miniature):
             config |= {"data_backend_config": "multidatabackend.json", "lora_type": "lycoris"}
             config |= {"lycoris_config": "lycoris_config.json"}
         (where / "config.json").write_text(json.dumps(config))
-        (where / "multidatabackend.json").write_text(json.dumps([DATASET, text_embeds]))
+        small = DATASET | {"id": "ohwx-small", "resolution": 48}
+        entries = [DATASET, small, text_embeds]
+        (where / "multidatabackend.json").write_text(json.dumps(entries))
     (place / "lycoris_config.json").write_text(json.dumps({"algo": "lokr", "factor": 4}))
     (place / "cache" / "vae").mkdir(parents=True)
     return place

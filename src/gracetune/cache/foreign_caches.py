@@ -1,7 +1,7 @@
 """Read cache files of ai-toolkit and SimpleTuner without executing anything in them.
 
 ai-toolkit writes `_latent_cache/STEM_HASH.safetensors` next to the images, with sizes and crop as
-metadata. SimpleTuner writes `STEM.pt`, optionally gzipped: a zip archive with a pickle inside.
+metadata. SimpleTuner writes `.pt` files, optionally gzipped: a zip archive with a pickle inside.
 
 A pickle is a program, and unpickling runs it. `_TensorBuilder` therefore interprets only the few
 pickle instructions that build plain tensors and dicts, and rejects files with any other.
@@ -64,7 +64,7 @@ class ForeignEntry:
     """The contents of one cache file of ai-toolkit or SimpleTuner."""
 
     stem: str
-    """File name of the sample, without folder and extension."""
+    """File name of the sample, without folder and extension, or the SHA-256 of it (SimpleTuner)."""
     tensors: dict[str, Tensor]
     metadata: dict[str, object]
     """Values that the tool wrote into the file, such as crop and caption; may be empty."""

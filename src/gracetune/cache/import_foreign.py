@@ -4,6 +4,7 @@ The file names of those tools identify neither the image's content nor the encod
 is checked before it is imported:
 
 1. Exactly one sample of the run has the entry's file name, and its file is older than the entry.
+   SimpleTuner names entries by the SHA-256 of a sample's stem, old versions also by the stem.
 2. Shape and crop are those of the run; a text entry identifies its caption.
 3. The first entry of each kind is compared with the output of the run's own encoder.
 
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Shape
 
-    SamplesByStem = dict[str, list["_ImportSample"]]
-    """Samples of the run by file name without folder and extension."""
 
 MIN_COSINE = 0.98
 """Minimum cosine similarity at which our and another tool's encoding of a sample are equal.
@@ -54,6 +53,7 @@ It is below 1, because tools resize images with different filters.
 NORM_RANGE = (0.9, 1.1)
 """Range of the ratio of two encodings' norms in which they count as equal."""
 
+_STEM_DIGEST = re.compile(r"[0-9a-f]{64}")
 _CAPTION_DIGEST = re.compile(r"(?P<digest>[0-9a-f]{32})(-.+)?")
 
 TokenTrim = Literal["masked", "stripped", "whole"]
@@ -82,6 +82,35 @@ class _ImportSample:
     file: Path
 
 
+class _RunSamples:
+    """The samples of a run, to be found by the names that other tools give to their cache files."""
+
+    def __init__(self, samples: Iterable[tuple[str, _ImportSample]]) -> None:
+        self._by_stem: dict[str, list[_ImportSample]] = defaultdict(list)
+        for stem, sample in samples:
+            self._by_stem[stem].append(sample)
+        self._stems = {stem_digest(stem): stem for stem in self._by_stem}
+
+    def captions(self) -> set[str]:
+        """Return the captions of all samples."""
+        return {one.item.sample.caption for found in self._by_stem.values() for one in found}
+
+    def find(self, name: str) -> list[_ImportSample]:
+        """Return a sample by its stem or the digest of its stem, once for each of its datasets.
+
+        Raises an error if no sample has this name, or if different ones have it.
+        """
+        stem = name if name in self._by_stem else self._stems.get(name)
+        if stem is None and _STEM_DIGEST.fullmatch(name):
+            raise CacheError("its name is the digest of a file name that no sample of the run has")
+        if stem is None:
+            raise CacheError(f"no sample of the run is called {name!r}")
+        found = self._by_stem[stem]
+        if len({(one.item.sample.digest, one.item.sample.caption) for one in found}) > 1:
+            raise CacheError(f"{len(found)} samples of the run are called {stem!r}")
+        return found
+
+
 def import_foreign(
     run: RunFile, encoder: SampleEncoder, folder: Path, emit: Emit, *, write: bool
 ) -> ImportReport:
@@ -96,9 +125,7 @@ def import_foreign(
     sections = {d.id: d for d in run.datasets}
     control_size = encoder.control_size if encoder.takes_control else None
     transforms = SampleTransforms(sections, run.seed, choose_decoders(), control_size)
-    samples: SamplesByStem = defaultdict(list)
-    for stem, sample in _run_samples(run, encoder, transforms, emit):
-        samples[stem].append(sample)
+    samples = _RunSamples(_run_samples(run, encoder, transforms, emit))
     latents = _LatentImporter(encoder, transforms, samples)
     texts = _TextImporter(encoder, samples)
     report, root = ImportReport(), cache_root(run)
@@ -138,16 +165,6 @@ def _run_samples(
                 yield Path(sample.key).stem, _ImportSample(item, file)
 
 
-def _find_sample(stem: str, samples: SamplesByStem) -> _ImportSample:
-    """Return the sample with this file name (stem); raise an error if none or several have it."""
-    found = samples.get(stem, [])
-    if not found:
-        raise CacheError(f"no sample of the run is called {stem!r}")
-    if len({(one.item.sample.digest, one.item.sample.caption) for one in found}) > 1:
-        raise CacheError(f"{len(found)} samples of the run are called {stem!r}")
-    return found[-1]
-
-
 # Latents
 
 
@@ -159,23 +176,23 @@ class _LatentImporter:
     """
 
     def __init__(
-        self, encoder: SampleEncoder, transforms: SampleTransforms, samples: SamplesByStem
+        self, encoder: SampleEncoder, transforms: SampleTransforms, samples: _RunSamples
     ) -> None:
         self._encoder = encoder
         self._decoders = transforms.decoders
         self._samples = samples
         self._identity = encoder.identity()["latents"]
-        self._compared = False
+        self._dtype: torch.dtype | None = None
+        """Dtype of the run's own latents; None until the first file is compared with them."""
 
     def read(self, path: Path) -> tuple[CacheKey, dict[str, Tensor]]:
         """Return the cache key and latents of another tool's file, after checking them."""
         entry = read_foreign(path)
         item = self._check_sample(path, entry)
-        if not self._compared:
-            self._compare(path, entry, item)
-            self._compared = True
+        if self._dtype is None:
+            self._dtype = self._compare(path, entry, item)
         key = latent_key(item.sample, item.size, self._identity, item.transform, item.tiled)
-        return key, {"latents": entry.tensors["latents"]}
+        return key, {"latents": entry.tensors["latents"].to(self._dtype)}
 
     def _check_sample(self, path: Path, entry: ForeignEntry) -> EncodeItem:
         """Return the sample that another tool's cache file belongs to.
@@ -183,25 +200,30 @@ class _LatentImporter:
         Raises an error if the sample was changed after the file was written, or if shape or crop
         differ.
         """
-        sample = _find_sample(entry.stem, self._samples)
-        _check_centre_crop(sample.item)
-        if not sample.file.is_file() or sample.file.stat().st_mtime > path.stat().st_mtime:
-            raise CacheError("the sample's file is newer than the entry, or is not a local file")
         if "latents" not in entry.tensors:
             raise CacheError(f"it has {', '.join(entry.tensors) or 'no tensors'}, but no latents")
         shape = tuple(entry.tensors["latents"].shape)
-        for other in self._samples[entry.stem]:  # the same sample at another resolution
-            if tuple(self._encoder.latent_shape(*other.item.size)) == shape:
-                sample = other
-        expected = tuple(self._encoder.latent_shape(*sample.item.size))
-        if shape != expected:
+        found = self._samples.find(entry.stem)
+        # Datasets may have the same file at different resolutions.
+        expected = [tuple(self._encoder.latent_shape(*one.item.size)) for one in found]
+        fits = shape in expected
+        sample = found[expected.index(shape) if fits else 0]
+        _check_centre_crop(sample.item)
+        if not sample.file.is_file() or sample.file.stat().st_mtime > path.stat().st_mtime:
+            raise CacheError("the sample's file is newer than the entry, or is not a local file")
+        if not fits:
+            produced = " and ".join(
+                f"{ours} for the dataset {one.item.sample.dataset!r}"
+                for one, ours in zip(found, expected, strict=True)
+            )
             raise CacheError(
-                f"its latents have shape {shape}, but {self._encoder.name} produces {expected}"
+                f"its latents have shape {shape}, but {self._encoder.name} produces {produced}"
             )
         _check_crop_metadata(entry.metadata, sample.item.size)
         return sample.item
 
-    def _compare(self, path: Path, entry: ForeignEntry, item: EncodeItem) -> None:
+    def _compare(self, path: Path, entry: ForeignEntry, item: EncodeItem) -> torch.dtype:
+        """Return the dtype of the run's own latents; raise an error if the entry differs."""
         pixels = decode_item(item, self._decoders)
         if isinstance(pixels, str):
             raise CacheError(f"its sample cannot be read: {pixels}")
@@ -212,6 +234,7 @@ class _LatentImporter:
                 f"{path.name} is from another encoder or scaled differently: its cosine "
                 f"similarity with our latents is {cosine:.3f}"
             )
+        return ours.dtype
 
 
 def _check_centre_crop(item: EncodeItem) -> None:
@@ -265,12 +288,11 @@ class _TextImporter:
     encoder, to find out which of its tensors corresponds to which of gracetune's.
     """
 
-    def __init__(self, encoder: SampleEncoder, samples: SamplesByStem) -> None:
+    def __init__(self, encoder: SampleEncoder, samples: _RunSamples) -> None:
         self._encoder = encoder
         self._samples = samples
         self._identity = encoder.identity()["text"]
-        every = [sample for several in samples.values() for sample in several]
-        self._captions = {sample.item.sample.caption for sample in every} | {EMPTY_PROMPT}
+        self._captions = samples.captions() | {EMPTY_PROMPT}
         self._by_digest = captions_by_digest(self._captions)
         self._matches: dict[frozenset[str], dict[str, TensorMatch]] = {}
 
@@ -303,7 +325,7 @@ class _TextImporter:
             if caption not in self._captions:
                 raise CacheError(f"the run has no caption {caption!r}")
             return caption
-        sample = _find_sample(entry.stem, self._samples)
+        sample = self._samples.find(entry.stem)[-1]
         file = sample.file.with_suffix(".txt")
         if not file.is_file() or file.stat().st_mtime > path.stat().st_mtime:
             raise CacheError("it does not name its caption, and the text file is newer or missing")
@@ -320,6 +342,11 @@ class TensorMatch:
     """Way to remove padding tokens from the other tool's tensor (see `TOKEN_TRIMS`)."""
     like: Tensor
     """A tensor with the dtype and shape of gracetune's; if it has a row per token, with no rows."""
+
+
+def stem_digest(stem: str) -> str:
+    """Return the SHA-256 digest of a sample's stem, which SimpleTuner uses as file name."""
+    return hashlib.sha256(stem.encode()).hexdigest()
 
 
 def captions_by_digest(captions: Iterable[str]) -> dict[str, str]:

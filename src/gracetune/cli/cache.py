@@ -220,9 +220,12 @@ def _import(args: argparse.Namespace, emit: Emit) -> int:
     run = _with_disk_cache(read_run(args.run_file, args.overrides))
     report = import_foreign(run, _load_family(run, emit), args.folder, emit, write=args.yes)
     verb = "imported" if args.yes else "would import"
-    lines = [f"{verb} {len(report.imported)} entries from {args.folder}"]
+    count = len(report.imported)
+    lines = [f"{verb} {count} {'entry' if count == 1 else 'entries'} from {args.folder}"]
     lines += [f"  left out {path}: {why}" for path, why in report.skipped.items()]
-    if not args.yes:
+    if not count:
+        lines.append("Nothing can be imported.")
+    elif not args.yes:
         lines.append("Nothing was imported. Use --yes to import.")
     _print(args, {"imported": report.imported, "left_out": report.skipped}, lines)
     return 0

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import PromptSection, RunFile
     from gracetune.events.types import Event
+    from gracetune.train.sample_targets import Variant
 
 HELP = (
     "Generate images, clips and sounds from a run, a step of a run, or adapter files. Settings "
@@ -139,7 +140,18 @@ def run(args: argparse.Namespace) -> int:
         report,
         names,
     )
+    if args.compare and len(targets.variants) == 1:
+        print(labelled("comparison", _why_no_sheet(targets.variants[0])), flush=True)
     return 0
+
+
+def _why_no_sheet(variant: Variant) -> str:
+    """Return why `--compare` writes no sheet for a single set of weights, and what to do."""
+    reason = f"no sheet is written, because there is nothing to compare {variant.label} with."
+    step = variant.label.removeprefix("step ")
+    if step.isdecimal():
+        return f"{reason} --at 0,{step} compares it with the model before training."
+    return f"{reason} Name several adapters, or several steps of a run with --at."
 
 
 def _summary(

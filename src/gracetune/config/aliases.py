@@ -383,7 +383,8 @@ def _set_value(draft: Draft, path: KeyPath, value: object, origin: Origin) -> No
         node = child
     _set_item(node, path[-1], value, origin)
     draft.origins[path] = origin
-    if origin.spelling != dotted(path) and origin.spelling not in draft.respelled:
+    own = (dotted(path), pattern_of(path))  # `datasets.*.resolution` is no other tool's key
+    if origin.spelling not in own and origin.spelling not in draft.respelled:
         draft.respelled[origin.spelling] = dotted(path)
 
 

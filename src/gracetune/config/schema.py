@@ -467,8 +467,9 @@ class ValidationSection(Section):
     """Paths of input images, one for each of `prompts`, for models that animate or edit an image.
     For models that take several, a list of paths can stand in place of each path."""
     holdout: Fraction = 0.0
-    """Fraction of the samples that is not trained on. Each validation measures the loss on them,
-    always with the same noise; set it, for example to 0.05, to see overfitting."""
+    """Fraction of the files that is not trained on. Each validation measures the loss on them,
+    always with the same noise; set it, for example to 0.05, to see overfitting. A file that has
+    copies, or is in several datasets, is held out everywhere."""
     enable_manual_validation: bool = False
     """Also validate on request, with the command `gracetune now validate`."""
 

@@ -257,6 +257,7 @@ def report_json(report: DatasetReport) -> dict[str, object]:
 def report_lines(report: DatasetReport) -> list[str]:
     """Return a report as lines of text."""
     parts = (
+        ("dataset", [report.section.id]),
         ("data", [f"{report.where}, {report.num_files} files"]),
         (NOUNS[report.kind].removesuffix(" files"), _sample_lines(report)),
         ("buckets", _bucket_lines(report)),
@@ -282,9 +283,9 @@ def _sample_lines(report: DatasetReport) -> list[str]:
     lines = [f"{len(samples)} readable ({kinds})"]
     if report.kind != "audio":
         by_area = sorted(samples, key=lambda sample: sample.width * sample.height)
-        small, middle, large = by_area[0], by_area[len(by_area) // 2], by_area[-1]
-        sizes = [f"{sample.width}x{sample.height}" for sample in (small, middle, large)]
-        lines[0] += f", from {sizes[0]} to {sizes[2]}, median {sizes[1]}"
+        chosen = (by_area[0], by_area[len(by_area) // 2], by_area[-1])
+        small, middle, large = (f"{sample.width}x{sample.height}" for sample in chosen)
+        lines.append(f"smallest {small}, median {middle}, largest {large} (by area)")
     if report.kind != "image":
         seconds = [sample.seconds for sample in samples]
         lines.append(

@@ -417,8 +417,10 @@ def split_holdout(
 ) -> tuple[list[BucketGroup], list[BucketGroup]]:
     """Split the samples into training samples and held-out samples.
 
-    `share` is the fraction to hold out. The choice depends on a hash of each sample, so adding
-    files to a dataset hardly changes which of the others are held out.
+    `share` is the fraction of distinct files to hold out. Samples with equal bytes stay together,
+    also those of different datasets, because a file that is trained on elsewhere is not held out.
+    The choice depends on a hash of each sample, so adding files to a dataset hardly changes which
+    of the others are held out.
     """
 
     def rank(sample: Sample) -> int:
@@ -426,10 +428,11 @@ def split_holdout(
         return seeded_bits("\0".join(parts), 8) >> 1
 
     samples = sorted((sample for group in groups for sample in group.samples), key=rank)
-    held_out = set(samples[: round(share * len(samples))])
+    digests = list(dict.fromkeys(sample.digest for sample in samples))
+    held_out = set(digests[: round(share * len(digests))])
     return (
-        keep_samples(groups, lambda sample: sample not in held_out),
-        keep_samples(groups, lambda sample: sample in held_out),
+        keep_samples(groups, lambda sample: sample.digest not in held_out),
+        keep_samples(groups, lambda sample: sample.digest in held_out),
     )
 
 

@@ -48,7 +48,6 @@ from gracetune.train.health_data import (
     ValidationPrompts,
     WarmupLong,
     dataset_facts,
-    held_out_copies,
     prompt_problem,
     ramp_end,
     text_problem,
@@ -398,7 +397,6 @@ def run_facts(session: Session, start_step: int) -> RunFacts:
     trained = sum(p.nbytes for p in state.parameters.values())
     cached = run.cache_config.vae_cache_type != "disk"
     shares, pipeline = dataset_shares(session), session.pipeline
-    held_out = [draw.sample for draws in pipeline.held_out_draws for draw in draws]
     draws_by_size, batch_size = pipeline.order.draws_by_size(), run.train.batch_size
     batches = sum(-(-draws // batch_size) for draws in draws_by_size.values())
     is_parted = isinstance(state.family, PartedFamily)
@@ -430,7 +428,6 @@ def run_facts(session: Session, start_step: int) -> RunFacts:
             )
             for section in run.datasets
         ],
-        held_out_copies=held_out_copies(pipeline.train_samples, held_out),
         batch_size=batch_size,
         batch_fill=sum(draws_by_size.values()) / max(1, batches * batch_size),
         max_grad_norm=run.train.max_grad_norm,

@@ -80,8 +80,6 @@ class RunFacts:
     """Expected size of a checkpoint in bytes."""
     page_bytes: int = 4096
     datasets: Sequence[DatasetFacts] = ()
-    held_out_copies: int = 0
-    """Number of held-out samples that are also among the training samples."""
     batch_size: int = 1
     batch_fill: float = 1.0
     """Mean number of samples in a batch, as a share of `batch_size`."""

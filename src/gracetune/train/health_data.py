@@ -145,7 +145,7 @@ class FewSamples:
 
 
 class CopiesInData:
-    """Files that are copies of others, in one dataset or among the held-out samples."""
+    """Files that are copies of others in the same dataset."""
 
     name = "duplicates"
     SHARE = 0.05
@@ -157,14 +157,6 @@ class CopiesInData:
         """Compare the digests of files."""
         if not measured.steps:
             return UNKNOWN
-        leaked = self._facts.held_out_copies
-        if leaked:
-            return Finding(
-                f"{leaked} held-out samples have copies among the training samples, so the "
-                "held-out loss does not show overfitting",
-                "Remove the copies from the data; `gracetune data check` lists them.",
-                values={"held_out": leaked},
-            )
         for one in self._facts.datasets:
             if one.copies > self.SHARE * one.samples:
                 return Finding(
@@ -596,9 +588,3 @@ class SamplesSame:
             "and that the adapter is part of the model that is sampled.",
             values={"since": first.step},
         )
-
-
-def held_out_copies(trained: Iterable[Sample], held_out: Iterable[Sample]) -> int:
-    """Return how many held-out samples have the same bytes as a training sample."""
-    digests = Counter(sample.digest for sample in trained)
-    return sum(digest in digests for digest in {sample.digest for sample in held_out})

@@ -50,7 +50,12 @@ from gracetune.train.export import find_result, result_folder
 from gracetune.train.last_seen import LastSeen, explain_previous_end, recording_crashes
 from gracetune.train.loop import train_loop
 from gracetune.train.preflight import RESUME_WORDS, check_before_torch, effective_run
-from gracetune.train.run_identity import check_same_run, identity_settings, removed_settings
+from gracetune.train.run_identity import (
+    changed_settings,
+    check_same_run,
+    identity_settings,
+    removed_settings,
+)
 from gracetune.train.telemetry import Telemetry
 from gracetune.train.validate import VALIDATION_FOLDER, grid_path, validation_enabled
 
@@ -72,6 +77,11 @@ if TYPE_CHECKING:
 
 
 LOG_FILE = "events.jsonl"
+RECORD_FILE = "run.json"
+OTHER_RECORD_FILE = "run.resolved.json"
+"""Name of the record of a run if the user has a `run.json` in the output folder."""
+MAX_NAMED = 5
+"""Number of changed settings that the message of a finished run names."""
 RECORDED_SECTIONS = {"output_dir", "seed", "model", "datasets", "train", "optimizer", "logging"}
 """Sections that every `run.json` written by a run has."""
 PRECISION_NAMES = {"no": "fp32", "bf16": "bf16"}
@@ -143,7 +153,7 @@ def run_training(
             for text in warnings:
                 events.emit(Notice(text, level="warning", fallback=True))
             if not has_steps:
-                events.emit(Notice(f"{FINISHED}{nothing_left(run)}"))
+                events.emit(Notice(f"{FINISHED}{nothing_left(run, folder)}"))
             if has_steps or not ranks.broadcast(has_current_outputs(run)):
                 with closing(
                     build_session(
@@ -250,10 +260,23 @@ def check_resumable(
         )
 
 
-def nothing_left(run: RunFile) -> str:
-    """Return the text that a finished run has nothing left to do, and how to train further."""
+def nothing_left(run: RunFile, folder: Path) -> str:
+    """Return the text that a finished run has nothing left to do, and how to train further.
+
+    It names the settings that have changed since the run in `folder` was started.
+    """
     total = run.train.max_train_steps
     text = f"all {total:,} steps are done, and nothing is left to do."
+    record = _run_record(folder)
+    changed = [] if record is None else changed_settings(record, run.model_dump(mode="json"))
+    changed = [name for name in changed if name not in ("output_dir", "train.max_train_steps")]
+    if changed:
+        names = ", ".join(changed[:MAX_NAMED])
+        names += f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
+        text += (
+            f" Settings that have changed since have no effect: {names}. To train with them, "
+            f"delete {folder}, or set another output_dir."
+        )
     if SCHEDULE_DEPENDS_ON_LENGTH[run.optimizer.schedule]:
         return (
             f"{text} optimizer.schedule is {run.optimizer.schedule}, which ends with the run: to "
@@ -289,9 +312,9 @@ def _claim_folder(
     The main rank calls this once set-up has succeeded: if set-up fails, the files of an earlier run
     stay as they are.
     """
-    path = folder / "run.json"
+    path = folder / RECORD_FILE
     if path.exists() and not _is_run_record(path):
-        other, path = path, folder / "run.resolved.json"
+        other, path = path, folder / OTHER_RECORD_FILE
         events.emit(Notice(f"{other} was not written by a run and is kept; see {path.name}"))
     write_text(path, resolved_json(run))
     for newer in checkpoint.set_aside_newer(folder / CHECKPOINT_FOLDER, progress.step):
@@ -300,6 +323,15 @@ def _claim_folder(
     for newer in checkpoint.set_aside_newer(folder / ADAPTERS_FOLDER, progress.step):
         text = f"resuming from step {progress.step}; a newer adapter is kept as {newer}"
         events.emit(Notice(text))
+
+
+def _run_record(folder: Path) -> dict[str, object] | None:
+    """Return the settings that the run in a folder was last started with; None if unknown."""
+    for path in (folder / RECORD_FILE, folder / OTHER_RECORD_FILE):
+        if path.exists() and _is_run_record(path):
+            settings: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+            return settings
+    return None
 
 
 def _is_run_record(path: Path) -> bool:

@@ -209,6 +209,17 @@ def check_same_run(
         )
 
 
+def changed_settings(saved: Mapping[str, object], current: Mapping[str, object]) -> list[str]:
+    """Return the dotted names of settings that differ between two run files with all settings.
+
+    A setting that only one of them has is named by the list entry that was added or removed; one
+    that a later version of gracetune added is left out.
+    """
+    before, now = dict(_flatten(saved)), dict(_flatten(current))
+    changed = [name for name, value in now.items() if name in before and before[name] != value]
+    return [*changed, *sorted(_optional_parts(before) ^ _optional_parts(now))]
+
+
 def samples_per_step(identity: Mapping[str, object], ranks: int) -> int:
     """Return the samples in an optimizer step without a batch-size ramp, over all ranks."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from gracetune.cache.encode import EncodeItem
 from gracetune.cache.import_foreign import _check_centre_crop
@@ -230,6 +230,69 @@ def test_fitting_entries_of_ai_toolkit_are_imported(root, foreign, capsys):
     assert entry["made_of"]["imported from"].endswith(".safetensors")
     assert main(["cache", "build", str(root / "run.json")]) == 0
     assert answer(capsys, "stats", root / "cache")[0]["entries"] == NUM_IMAGES
+
+
+@pytest.fixture
+def simpletuner(root, foreign, built):
+    """What SimpleTuner would have left for two images: one by digest, one by an old version."""
+    folder = root / "vae"
+    (folder / "kept").mkdir(parents=True)
+    old, new = sorted((built / "data").rglob("*.png"))[:2]
+    digest = hashlib.sha256(new.stem.encode()).hexdigest()
+    for image, name in ((old, f"{old.stem}.pt"), (new, f"kept/{digest}.pt")):
+        (made,) = foreign.glob(f"{image.stem}_*")
+        torch.save(load_file(made)["latent"].bfloat16(), folder / name)
+    return folder
+
+
+def test_latents_of_simpletuner_are_found_by_stem_and_by_digest(root, simpletuner, capsys):
+    found = answer(capsys, "import", root / "run.json", simpletuner, "--yes")
+    assert (len(set(found["imported"])), found["left_out"]) == (2, {})
+    assert main(["cache", "build", str(root / "run.json")]) == 0
+    assert f"{NUM_IMAGES - 2} of {NUM_IMAGES - 2} samples" in capsys.readouterr().err
+    (entry,) = answer(capsys, "inspect", root / "cache", found["imported"][0])
+    assert entry["tensors"]["latents"]["dtype"] == "F32", "as the run's own, so that batches mix"
+
+
+def test_digests_of_other_names_are_left_out(root, simpletuner, capsys):
+    (known,) = (simpletuner / "kept").iterdir()
+    other = known.rename(known.with_name(f"{hashlib.sha256(b'other').hexdigest()}.pt"))
+    found = answer(capsys, "import", root / "run.json", simpletuner)
+    assert len(found["imported"]) == 1
+    why = "its name is the digest of a file name that no sample of the run has"
+    assert found["left_out"] == {str(other): why}
+
+
+def test_the_list_says_how_many_entries_can_be_imported(root, simpletuner, capsys):
+    (known,) = (simpletuner / "kept").iterdir()
+    known.unlink()
+    shown = lines(capsys, "import", root / "run.json", simpletuner).splitlines()
+    assert shown[0] == f"would import 1 entry from {simpletuner}"
+    assert shown[-1] == "Nothing was imported. Use --yes to import."
+    (only,) = simpletuner.glob("*.pt")
+    os.utime(only, (1, 1))
+    for yes in ([], ["--yes"]):
+        shown = lines(capsys, "import", root / "run.json", simpletuner, *yes)
+        assert shown.splitlines()[-1] == "Nothing can be imported."
+
+
+def test_a_folder_in_two_datasets_is_matched_by_the_shape_of_the_latents(
+    root, simpletuner, built, capsys
+):
+    path = write_run(root, built, "sizes", id="small", resolution=16)
+    settings = json.loads(path.read_text())
+    (small,) = settings["datasets"]
+    settings["datasets"].append(small | {"id": "large", "resolution": 32})
+    path.write_text(json.dumps(settings))
+    left_out = answer(capsys, "import", path, simpletuner)["left_out"]
+    why = (
+        "its latents have shape (48, 6, 6), but tiny produces (48, 4, 4) for the dataset 'small' "
+        "and (48, 8, 8) for the dataset 'large'"
+    )
+    assert list(left_out.values()) == [why, why]
+    settings["datasets"][1]["resolution"] = 24
+    path.write_text(json.dumps(settings))
+    assert answer(capsys, "import", path, simpletuner)["left_out"] == {}
 
 
 def test_entries_that_do_not_fit_are_left_out_with_a_reason(root, foreign, capsys):

@@ -81,8 +81,9 @@ def test_the_text_names_every_finding(folder, capsys) -> None:
     assert main(["data", "check", str(folder), "--family", "tiny", "--resolution", "48"]) == 1
     text = capsys.readouterr().out
     for line in (
+        f"dataset    {folder.name}\ndata       the folder {folder}, ",
         "images     9 readable (",
-        "from 24x24 to 96x64, median 64x64",
+        "           smallest 24x24, median 64x64, largest 96x64 (by area)\n",
         "56x40              4",
         "without a caption: 1\n             4.png",
         "most frequent: 1girl (5), ",

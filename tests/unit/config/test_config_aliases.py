@@ -217,7 +217,9 @@ def test_overrides_can_set_list_items():
     run = load(text, "datasets.1.repeats=2", "resolution=64", "datasets.2.id=c").run
     assert [dataset.repeats for dataset in run.datasets] == [1, 2, 1]
     assert [dataset.resolution for dataset in run.datasets] == [64, 64, 1024]
-    assert load(text, "datasets.*.repeats=3").run.datasets[1].repeats == 3
+    loaded = load(text, "datasets.*.repeats=3")
+    assert [dataset.repeats for dataset in loaded.run.datasets] == [3, 3]
+    assert loaded.notices == (), "it is no key of another tool"
     assert load(text, "model_type=lora", "lora_rank=2", "model_type=lora").run.adapter.rank == 2
 
 

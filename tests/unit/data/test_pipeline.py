@@ -138,6 +138,23 @@ def test_the_split_is_the_same_in_any_order():
     assert first == second
 
 
+def test_a_file_in_several_datasets_is_held_out_in_all_of_them():
+    """SimpleTuner's configs list a folder once for each resolution."""
+    large = tuple(replace(sample, dataset="large") for sample in samples(40))
+    small = tuple(replace(sample, dataset="small", caption="other") for sample in samples(40))
+    copies = tuple(replace(sample, key=f"copy of {sample.key}") for sample in large[:20])
+    groups = [
+        BucketGroup((*large, *copies), 1, 0.0, (16, 16)),
+        BucketGroup(small, 1, 0.0, (8, 8)),
+    ]
+    trained, held_out = (
+        {one.digest for group in part for one in group.samples}
+        for part in split_holdout(groups, 0.05, 0)
+    )
+    assert (len(trained), len(held_out)) == (38, 2)
+    assert not trained & held_out
+
+
 def test_a_cache_folder_is_found_by_the_next_run(build, recorder, tmp_path):
     cache = {"persistent_cache": True, "cache_dir": str(tmp_path / "cache")}
     build(cache_config=cache)

@@ -134,6 +134,7 @@ def test_a_finished_run_says_that_nothing_is_left_and_can_be_made_longer(
     (text,) = [text for text in recorder.texts() if text.startswith("finished")]
     assert "all 1 steps are done" in text
     assert "--set train.max_train_steps=2" in text
+    assert "changed" not in text
     assert recorder.of(RunStarted) == [], "the model was loaded"
     assert again.outputs["result"] == first["result"]
     assert files_in(tmp_path / "run/adapter") == result
@@ -144,6 +145,20 @@ def test_a_finished_run_says_that_nothing_is_left_and_can_be_made_longer(
     shutil.copytree(tmp_path / "run/adapters/step-000001", tmp_path / "run/adapter")
     run_training(run(train={"max_train_steps": 2}), sinks=[recorder])  # killed before its export
     assert files_in(tmp_path / "run/adapter") == files_in(tmp_path / "newest")
+
+
+def test_a_finished_run_names_the_settings_that_have_changed(tiny_run, recorder, tmp_path):
+    run = partial(tiny_run, adapter={"rank": 2}, train={"max_train_steps": 1})
+    run_training(run(validation={"prompts": ["a ring"], "sample_steps": 1}))
+    changed = run(validation={"prompts": ["a star"], "sample_steps": 2})
+    for number in range(2):
+        run_training(changed, sinks=[recorder])
+        text = [text for text in recorder.texts() if text.startswith("finished")][number]
+        assert (
+            "Settings that have changed since have no effect: validation.prompts, "
+            f"validation.sample_steps. To train with them, delete {tmp_path / 'run'}, or set "
+            "another output_dir."
+        ) in text
 
 
 def test_a_finished_run_with_a_schedule_that_ends_names_another_way(tiny_run, recorder):

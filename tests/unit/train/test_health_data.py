@@ -37,7 +37,6 @@ from gracetune.train.health_data import (
     ValidationPrompts,
     WarmupLong,
     dataset_facts,
-    held_out_copies,
     prompt_problem,
     ramp_end,
     text_problem,
@@ -105,12 +104,6 @@ def test_facts_of_a_dataset_are_counted():
     assert found.same_caption == "a ring"
     assert dataset_facts("a", samples, is_one_prompt=True).same_caption == ""
     assert dataset_facts("a", [sample(0), sample(1, " ")]).empty_captions == 1
-    assert held_out_copies(samples, [sample(9), sample(10, digest="1")]) == 1
-
-
-def test_held_out_samples_with_copies_are_named():
-    found = cause(CopiesInData(replace(FACTS, held_out_copies=2)), ONE)
-    assert "2 held-out samples have copies among the training samples" in found
 
 
 def test_settings_that_do_not_fit_the_run_are_named():

@@ -10,6 +10,7 @@ from gracetune.train.run_identity import (
     IDENTITY_SETTINGS,
     IDENTITY_VERSION,
     VERSION_KEY,
+    changed_settings,
     check_same_run,
     removed_settings,
     run_identity,
@@ -22,6 +23,27 @@ SAMPLES = [Sample("a", "1.png", "one", "d1", 8, 8), Sample("a", "2.png", "two", 
 def identity(samples=SAMPLES, weights="w", precision="no", **sections):
     sections.setdefault("datasets", [{"id": "a", "instance_data_dir": "x"}])
     return run_identity(RunFile.model_validate(sections), samples, weights, precision)
+
+
+@pytest.mark.parametrize(
+    ("sections", "names"),
+    [
+        ({}, []),
+        ({"validation": {"every": 7}}, ["validation.every"]),
+        ({"datasets": [{"trigger_word": "ohwx"}]}, ["datasets[0].trigger_word"]),
+        ({"datasets": [{}, {"id": "b"}]}, ["datasets[1]"]),
+        ({"datasets": []}, ["datasets[0]"]),
+    ],
+)
+def test_settings_that_differ_are_named(sections, names):
+    def settings(**changed):
+        run = RunFile.model_validate({"datasets": [{}]} | changed)
+        return run.model_dump(mode="json")
+
+    assert changed_settings(settings(), settings(**sections)) == names
+    older = settings()
+    del older["validation"]["every"], older["logging"]
+    assert changed_settings(older, settings()) == [], "added by a later version"
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,22 @@ def test_a_comparison_has_the_steps_that_are_named(trained):
     assert [variant.name for variant in chosen] == ["step-000000", "step-000002"]
 
 
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["--at", "3"], "step 3 with. --at 0,3 compares it with the model before training."),
+        (["--at", "0"], "Name several adapters, or several steps of a run with --at."),
+    ],
+)
+def test_a_comparison_of_one_step_says_why_there_is_no_sheet(trained, tmp_path, capsys, words, fix):
+    shown = ["sample", str(trained[0]), "--compare", "--out", str(tmp_path), *words]
+    assert main(shown) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("comparison no sheet is written")
+    assert last.endswith(fix)
+    assert not (tmp_path / "comparison.png").exists()
+
+
 def test_the_trigger_word_of_the_run_fills_prompts(trained, tmp_path, capsys):
     folder, _ = trained
     settings = json.loads((folder / "run.json").read_text())

@@ -21,12 +21,16 @@ from gracetune.config.importers.simpletuner_keys import (
     EDIT_FLAVOURS,
     FAMILIES,
     FEATURES,
+    FLOW_OPTIONS,
     IGNORED_PREFIXES,
     KNOWN_KEYS,
+    LOCAL_REPORTS,
     NOT_NEEDED,
     NOT_SUPPORTED,
     NOT_TRANSLATED,
     OPTIMIZERS,
+    TRACKER_NAMES,
+    TRACKERS,
     SimpleTunerOptimizer,
 )
 from gracetune.config.importers.values import (
@@ -34,7 +38,9 @@ from gracetune.config.importers.values import (
     as_bool,
     as_int,
     as_number,
+    as_text,
     copy_flag,
+    copy_value,
     is_off,
     not_supported_unless_off,
     own_output_dir,
@@ -43,6 +49,7 @@ from gracetune.config.importers.values import (
     take_unless_off,
     texts,
 )
+from gracetune.config.parse_text import format_value
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,12 +60,6 @@ if TYPE_CHECKING:
 
 TOOL = "SimpleTuner"
 NEEDS_IMAGES = "this model needs an input image for each prompt; set validation.images and every"
-FLOW_ONLY = (
-    "flow_schedule_shift",
-    "flow_schedule_auto_shift",
-    "flow_use_uniform_schedule",
-    "flow_sigmoid_scale",
-)
 
 
 def import_config(files: SimpleTunerFiles) -> ImportedRun:
@@ -299,14 +300,31 @@ def _import_ranks(config: KeyReader, family: str) -> None:
 
 
 def _import_trackers(config: KeyReader) -> None:
-    reports = texts(config.peek("report_to"))
-    others = [name for name in reports if name not in ("tensorboard", "none", "all")]
+    """Translate the experiment trackers, of which TensorBoard is always on."""
+    reports = [name.lower() for name in texts(config.peek("report_to"))]
+    used = [name for name in dict.fromkeys(reports) if name in TRACKERS]
+    others = [name for name in reports if name not in (*TRACKERS, *LOCAL_REPORTS)]
+    if used:
+        config.imported.set("logging.trackers", used)
+        for key, setting in TRACKER_NAMES.items():
+            copy_value(config, key, setting, as_text)
+        project, why = "logging.tracker_project", "tracker_project_name is simpletuner"
+        config.imported.default(project, "simpletuner", why)
+    shown = f"logging.trackers is {format_value(used)}" if used else "TensorBoard files are written"
+    packages = ",".join(used)
+    needed = f"; training needs pip install 'gracetune[{packages}]'" if used else ""
     if others:
-        fix = f"{', '.join(others)}: TensorBoard files are written; see logging.trackers for others"
-        config.not_supported("report_to", fix)
+        fix = f"there is no tracker {' or '.join(others)}; {shown}{needed}"
+        config.report("report_to", "not supported", fix)
+    elif used:
+        config.report("report_to", "translated", f"{shown}{needed}", "logging.trackers")
     elif reports == ["none"]:
         config.translate("report_to", "logging.tensorboard", False)
-    config.not_needed("report_to", "TensorBoard files are written")
+    elif "all" in reports:
+        config.not_needed("report_to", f"{shown}; list other trackers in logging.trackers")
+    config.not_needed("report_to", shown)
+    for key in TRACKER_NAMES:
+        config.not_needed(key, "report_to names no tracker that gracetune has")
 
 
 def _import_clipping(config: KeyReader) -> None:
@@ -471,8 +489,9 @@ def _import_timesteps(config: KeyReader, family: SimpleTunerFamily) -> None:
         config.not_needed("snr_gamma", "flow-matching models have no SNR weights")
         _import_flow(config, family)
         return
-    for key in FLOW_ONLY:
-        config.not_needed(key, f"{family.family} is not a flow-matching model")
+    for names in FLOW_OPTIONS.items():
+        for key in names:
+            config.not_needed(key, f"{family.family} is not a flow-matching model")
     why = "the model's own training has uniform timesteps"
     imported.default("train.timestep_sampling", "uniform", why)
     take_unless_off(config, "snr_gamma", "train.min_snr_gamma", "it is off")
@@ -480,18 +499,22 @@ def _import_timesteps(config: KeyReader, family: SimpleTunerFamily) -> None:
 
 def _import_flow(config: KeyReader, family: SimpleTunerFamily) -> None:
     """Translate the distribution of timesteps of a flow-matching model."""
-    is_automatic = as_bool(config.peek("flow_schedule_auto_shift"))
-    if is_automatic and not as_number(config.peek("flow_schedule_shift")):
+    shift, automatic, uniform, scale = (
+        old if config.peek(name) is MISSING and config.peek(old) is not MISSING else name
+        for name, old in FLOW_OPTIONS.items()
+    )
+    if as_bool(config.peek(automatic)) and not as_number(config.peek(shift)):
         rule = family.family if family.family in ("qwen_image", "sd3") else "flux"
-        config.translate("flow_schedule_auto_shift", "train.timestep_shift", rule)
-        config.not_needed("flow_schedule_shift", "flow_schedule_auto_shift decides")
-    config.not_needed("flow_schedule_auto_shift", "it is off, or flow_schedule_shift decides")
-    key = "flow_schedule_shift"
-    take_unless_off(config, key, "train.timestep_shift", "timesteps are not shifted")
-    if config.peek(key) is MISSING:
+        config.translate(automatic, "train.timestep_shift", rule)
+        config.not_needed(shift, f"{automatic} decides")
+    config.not_needed(automatic, f"it is off, or {shift} decides")
+    take_unless_off(config, shift, "train.timestep_shift", "timesteps are not shifted")
+    if config.peek(shift) is MISSING:
         config.imported.default("train.timestep_shift", 3.0, "flow_schedule_shift is 3")
-    copy_flag(config, "flow_use_uniform_schedule", "train.timestep_sampling", "uniform")
-    config.take("flow_sigmoid_scale", "train.timestep_std")
+    copy_flag(config, uniform, "train.timestep_sampling", "uniform")
+    config.take(scale, "train.timestep_std")
+    for name, old in FLOW_OPTIONS.items():
+        config.not_needed(old, f"{name} decides")
     if as_number(config.peek("flux_guidance_value")) == 1:
         config.not_needed("flux_guidance_value", "training has a guidance input of 1")
     config.not_supported("flux_guidance_value", "training has a guidance input of 1")

@@ -63,6 +63,11 @@ WAN_FRAMERATE = 15
 DEFAULT_SECONDS = 5
 """Length of a clip in SimpleTuner if `video.num_frames` is not set."""
 
+CLOSER_CROPS = (
+    "SimpleTuner shrinks large images to target_downsample_size and then cuts the resolution out "
+    "of them; here an image is shrunk until the crop just fits, so the crop shows more of it. "
+    "There is nothing to do, unless you want closer crops: then crop the files yourself"
+)
 _CACHED = "gracetune keeps its own cache; see cache_config"
 _SCANNED = "the folder is listed when a run starts"
 NOT_NEEDED = {
@@ -188,7 +193,7 @@ def import_datasets(
     common = {key: config.peek(key) for key in GLOBAL_KEYS if config.peek(key) is not MISSING}
     by_id = {str(entry.get("id")): entry for entry in entries}
     paired = {name for entry in entries for name in texts(entry.get("conditioning_data", ""))}
-    index, total, used = 0, 0, set[str]()
+    index, total, used = 0, 0, dict[str, str]()
     for number_, entry in enumerate(entries):
         reader = reader_without_nulls(imported, file, entry, (number_,))
         kind = str(entry.get("dataset_type") or "image")
@@ -233,11 +238,13 @@ def _import_conditioning(reader: KeyReader, is_paired: bool) -> None:
     _report_all(reader, "control images and masks are cropped and resized like their samples")
 
 
-def _report_common(config: KeyReader, used: set[str]) -> None:
+def _report_common(config: KeyReader, used: Mapping[str, str]) -> None:
     for key in GLOBAL_KEYS:
         if config.peek(key) is MISSING:
             continue
-        if key in used:
+        if used.get(key):
+            config.report(key, "not supported", used[key])
+        elif key in used:
             config.report(key, "translated", f"see the datasets that do not set {key} themselves")
         else:
             config.not_needed(key, "every dataset sets it, or it has no effect")
@@ -257,28 +264,46 @@ def _import_dropout(config: KeyReader, count: int) -> None:
     config.not_needed("caption_dropout_probability", "there are no datasets")
 
 
+def _edge(value: object, kind: str, *, is_limit: bool = False) -> object:
+    """Return a size in pixels, the edge of a square; SimpleTuner's may be in megapixels.
+
+    SimpleTuner rounds the sizes that it resizes to, but not the limits of sizes (`is_limit`).
+    """
+    value = parse_scalar(value)
+    found = as_number(value)
+    if found is None:
+        return None if value is MISSING else value
+    if kind == "area":
+        exact = math.sqrt(max(found, 0) * 1e6)
+        return round(exact) if is_limit else round(exact / ALIGNMENT) * ALIGNMENT
+    return int(found)
+
+
 class _Dataset:
     """Translates one dataset of images or videos."""
 
     def __init__(
-        self, reader: KeyReader, prefix: str, common: Mapping[str, object], used: set[str]
+        self, reader: KeyReader, prefix: str, common: Mapping[str, object], used: dict[str, str]
     ) -> None:
         self.reader = reader
         self.imported = reader.imported
         self.prefix = prefix
         self.common = common
         self.used = used
-        """Options of the config that this dataset takes; added to by `value`."""
+        """Options of the config that datasets take, each with what to do if it is not supported."""
 
-    def value(self, key: str) -> object:
+    def peek(self, key: str) -> object:
         """Return the dataset's value of a key, or that of the config, or SimpleTuner's default."""
         own = self.reader.peek(key)
         if own is not MISSING:
             return own
-        if key in self.common:
-            self.used.add(key)
-            return self.common[key]
-        return GLOBAL_DEFAULTS.get(key, MISSING)
+        return self.common.get(key, GLOBAL_DEFAULTS.get(key, MISSING))
+
+    def value(self, key: str) -> object:
+        """Return the value of a key as `peek` does, and note if it is the config's."""
+        if self.reader.peek(key) is MISSING and key in self.common:
+            self.used.setdefault(key, "")
+        return self.peek(key)
 
     def put(self, key: str, setting: str, value: object, why: str = "") -> None:
         """Set a setting of the dataset from a key of its own, or from a default."""
@@ -450,11 +475,11 @@ class _Dataset:
         """Translate the resolution and the limits of size and aspect ratio."""
         kind = str(self.value("resolution_type"))
         self.put("resolution_type", "resolution_type", "edge" if kind == "pixel" else "area")
-        self.put("resolution", "resolution", self.edge("resolution", kind))
+        self.put("resolution", "resolution", _edge(self.value("resolution"), kind))
         alignment = as_number(self.value("aspect_bucket_alignment"))
         if alignment and alignment != ALIGNMENT:
             self.put("aspect_bucket_alignment", "bucket_step", int(alignment))
-        smallest = self.edge("minimum_image_size", kind)
+        smallest = _edge(self.value("minimum_image_size"), kind, is_limit=True)
         if smallest:
             setting = "min_edge" if kind == "pixel" else "min_resolution"
             why = "" if kind == "pixel" else "SimpleTuner compares areas"
@@ -470,34 +495,29 @@ class _Dataset:
             self.reader.not_needed(key, "it excludes no sample")
         self.downsampling(kind)
 
-    def edge(self, key: str, kind: str) -> object:
-        """Return a size in pixels, the edge of a square; SimpleTuner's may be in megapixels.
-
-        SimpleTuner rounds the sizes that it resizes to.
-        """
-        value = parse_scalar(self.value(key))
-        found = as_number(value)
-        if found is None:
-            return None if value is MISSING else value
-        if kind == "area":
-            exact = math.sqrt(max(found, 0) * 1e6)
-            is_limit = key == "minimum_image_size"
-            return round(exact) if is_limit else round(exact / ALIGNMENT) * ALIGNMENT
-        return int(found)
+    def not_supported(self, key: str, fix: str) -> None:
+        """Report a key that cannot be used, whether the dataset or the config sets it."""
+        self.reader.not_supported(key, fix)
+        if self.reader.peek(key) is MISSING and key in self.common:
+            self.used[key] = fix
 
     def downsampling(self, kind: str) -> None:
-        """Report the sizes that SimpleTuner resizes large images to before it crops them."""
+        """Report the sizes that SimpleTuner resizes large images to before it crops them.
+
+        It does so if both sizes are set. Images that are smaller than the crop are enlarged.
+        """
         reader, keys = self.reader, ("maximum_image_size", "target_downsample_size")
-        target, edge = self.edge(keys[1], kind), self.edge("resolution", kind)
-        crops = as_bool(reader.peek("crop"))
+        target, edge = (
+            as_number(_edge(self.peek(key), kind)) or 0 for key in (keys[1], "resolution")
+        )
+        is_closer = target > edge and not is_off(self.peek(keys[0]))
         for key in keys:
-            if not crops:
+            if not as_bool(reader.peek("crop")):
                 reader.not_needed(key, "samples are always resized to their bucket")
-            elif target == edge or is_off(target):
-                reader.not_needed(key, "samples are resized to their bucket before cropping")
+            elif is_closer:
+                self.not_supported(key, CLOSER_CROPS if key == keys[1] else f"see {keys[1]}")
             else:
-                fix = "crops show the whole shorter edge; cut out the parts before training"
-                reader.not_supported(key, fix)
+                reader.not_needed(key, "samples are resized to their bucket before cropping")
 
     def crop(self) -> None:
         """Translate the crop; gracetune resizes a sample to cover its bucket and then crops it."""
@@ -584,11 +604,10 @@ class _Dataset:
             _report_all(table, "caption_strategy is not parquet")
         self.added_words(text, strategy)
         self.shuffle()
-        if as_bool(self.value("disable_multiline_split")) or strategy != "textfile":
+        if as_bool(self.peek("disable_multiline_split")) or strategy != "textfile":
             reader.not_needed("disable_multiline_split", "a caption file is one caption")
         else:
-            self.used.add("disable_multiline_split")
-        reader.not_supported("disable_multiline_split", "each caption file is one caption here")
+            self.not_supported("disable_multiline_split", "each caption file is one caption here")
 
     def added_words(self, text: str, strategy: str) -> None:
         reader = self.reader

@@ -221,6 +221,23 @@ OPTIMIZERS: Mapping[str, SimpleTunerOptimizer] = {
 """gracetune's optimizer for each of SimpleTuner's `optimizer` names that has one."""
 
 
+FLOW_OPTIONS: Mapping[str, str] = {
+    "flow_schedule_shift": "flux_schedule_shift",
+    "flow_schedule_auto_shift": "flux_schedule_auto_shift",
+    "flow_use_uniform_schedule": "flux_use_uniform_schedule",
+    "flow_sigmoid_scale": "flow_matching_sigmoid_scale",
+}
+"""Options of flow matching, with the names that they also had in SimpleTuner before version 2."""
+TRACKERS = ("wandb", "trackio", "mlflow")
+"""Names in `report_to` that `logging.trackers` also has. Each needs the extra of its name."""
+LOCAL_REPORTS = ("tensorboard", "simpletuner", "all", "none")
+"""Names in `report_to` for which files in the output folder are enough."""
+TRACKER_NAMES: Mapping[str, str] = {
+    "tracker_project_name": "logging.tracker_project",
+    "tracker_run_name": "logging.tracker_run_name",
+}
+
+
 def _keys(names: str, reason: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), reason)
 
@@ -228,7 +245,6 @@ def _keys(names: str, reason: str) -> dict[str, str]:
 _PLANNER = "the planner decides what stays on the GPU; see `gracetune plan`"
 _CACHE = "gracetune encodes once into its own cache; see cache_config"
 _HUB = "gracetune does not upload; run `hf upload` with the files in output_dir"
-_TRACKER = "gracetune writes events.jsonl and TensorBoard files, without names of trackers"
 _LAUNCH = "start with `torchrun` or `accelerate launch`; gracetune reads the number of ranks there"
 _DEBUG = "it only changes SimpleTuner's messages or checks"
 _SPEED = "it only changes SimpleTuner's speed"
@@ -263,7 +279,6 @@ NOT_NEEDED: Mapping[str, str] = {
         "push_to_hub_background",
         "it only matters for uploads, which gracetune does not do",
     ),
-    **_keys("tracker_run_name tracker_project_name tracker_image_layout", _TRACKER),
     **_keys(
         "num_processes num_machines machine_rank main_process_ip main_process_port same_network "
         "local_rank accelerate_config accelerate_extra_args find_unused_parameters",
@@ -278,13 +293,14 @@ NOT_NEEDED: Mapping[str, str] = {
         _DEBUG,
     ),
     **_keys(
-        "disable_tf32 sageattention_usage dynamo_backend dynamo_mode dynamo_dynamic "
+        "disable_tf32 allow_tf32 sageattention_usage dynamo_backend dynamo_mode dynamo_dynamic "
         "dynamo_fullgraph dynamo_use_regional_compilation validation_torch_compile "
         "validation_torch_compile_mode validation_multigpu "
         "enable_xformers_memory_efficient_attention",
         f"{_SPEED}; `plan.compile` and `model.attention_mechanism` are `auto` here",
     ),
     "attention_mechanism": "`auto` measures the attention backends and uses the fastest",
+    "benchmark_base_model": "gracetune validates before the first step, and repeats no benchmark",
     "disable_benchmark": "gracetune validates before the first step, and repeats no benchmark",
     "validation_on_startup": "a run always validates before its first step",
     "logging_dir": "logs are written into output_dir",
@@ -319,7 +335,8 @@ NOT_NEEDED: Mapping[str, str] = {
     "eval_loss_disable": "it only matters for eval datasets",
     "eval_dataset_pooling": "it only matters for eval datasets",
     "pretrained_evaluation_model_name_or_path": "it only matters for evaluation_type: clip",
-    "custom_tracker": _TRACKER,
+    "custom_tracker": "it only matters for report_to: custom-tracker; events.jsonl has all numbers",
+    "tracker_image_layout": "trackers get each sample with its prompt",
     "huber_c": "it only matters for loss_type: huber",
     "huber_schedule": "it only matters for loss_type: huber",
     "text_encoder_lr": "it only matters for train_text_encoder",
@@ -333,6 +350,8 @@ NOT_NEEDED: Mapping[str, str] = {
     "soft_min_snr_sigma_data": "it only matters with use_soft_min_snr",
     "flow_beta_schedule_alpha": "it only matters with flow_use_beta_schedule",
     "flow_beta_schedule_beta": "it only matters with flow_use_beta_schedule",
+    "flux_beta_schedule_alpha": "it only matters with flux_use_beta_schedule",
+    "flux_beta_schedule_beta": "it only matters with flux_use_beta_schedule",
     "flow_timesteps_mode": "it only matters with flow_custom_timesteps",
     "timestep_bias_begin": "it only matters with timestep_bias_strategy",
     "timestep_bias_end": "it only matters with timestep_bias_strategy",
@@ -385,6 +404,7 @@ NOT_SUPPORTED: Mapping[str, str] = {
     "input_perturbation": "remove it; noise is not perturbed",
     "use_soft_min_snr": "set train.min_snr_gamma",
     "flow_use_beta_schedule": "set train.timestep_sampling to logit_normal, mode or cosmap",
+    "flux_use_beta_schedule": "set train.timestep_sampling to logit_normal, mode or cosmap",
     "flow_cubic_schedule_weights": "set train.timestep_sampling to logit_normal, mode or cosmap",
     "flow_custom_timesteps": "set train.timestep_window to train on a range of timesteps",
     "flux_fast_schedule": "set train.timestep_shift to favour high noise",
@@ -505,9 +525,9 @@ TRANSLATED_KEYS = frozenset(
         "optimizer_beta2 adam_beta1 adam_beta2 adam_epsilon adam_weight_decay learning_rate "
         "lr_scheduler lr_warmup_steps lr_end lr_power max_train_steps num_train_epochs "
         "train_batch_size gradient_accumulation_steps gradient_checkpointing max_grad_norm "
-        "grad_clip_method flow_schedule_shift flow_schedule_auto_shift flow_use_uniform_schedule "
-        "flow_sigmoid_scale snr_gamma use_ema ema_decay prediction_type checkpoint_step_interval "
+        "grad_clip_method snr_gamma use_ema ema_decay prediction_type checkpoint_step_interval "
         "checkpointing_steps checkpoints_total_limit save_total_limit vae_enable_tiling report_to "
+        "tracker_project_name tracker_run_name "
         "validation_prompt user_prompt_library validation_negative_prompt validation_guidance "
         "validation_num_inference_steps validation_seed validation_resolution validation_steps "
         "validation_step_interval validation_disable validation_disable_unconditional "
@@ -521,7 +541,7 @@ TRANSLATED_KEYS = frozenset(
         "fsdp_transformer_layer_cls_to_wrap context_parallel_size context_parallel_comm_strategy",
         "",
     )
-)
+) | {*FLOW_OPTIONS, *FLOW_OPTIONS.values()}
 """Keys that `simpletuner.py` translates."""
 KNOWN_KEYS = TRANSLATED_KEYS | NOT_NEEDED.keys() | NOT_SUPPORTED.keys()
 

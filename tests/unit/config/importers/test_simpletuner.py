@@ -76,6 +76,14 @@ def verdicts(imported):
         ({"flow_schedule_shift": 0}, {"train.timestep_shift": MISSING}),
         ({"flow_schedule_auto_shift": True}, {"train.timestep_shift": "flux"}),
         ({"flow_use_uniform_schedule": True}, {"train.timestep_sampling": "uniform"}),
+        ({"flux_schedule_shift": 2.5}, {"train.timestep_shift": 2.5}),
+        (
+            {"flux_schedule_shift": 0, "flux_schedule_auto_shift": True},
+            {"train.timestep_shift": "flux"},
+        ),
+        ({"flow_schedule_shift": 2, "flux_schedule_shift": 5}, {"train.timestep_shift": 2}),
+        ({"flux_use_uniform_schedule": True}, {"train.timestep_sampling": "uniform"}),
+        ({"flow_matching_sigmoid_scale": 0.5}, {"train.timestep_std": 0.5}),
         ({"use_ema": True}, {"train.ema_decay": 0.995}),
         ({"use_ema": False, "ema_decay": 0.9}, {"train.ema_decay": MISSING}),
         ({"checkpointing_steps": 7, "checkpoints_total_limit": 2}, {"train.checkpoint_every": 7}),
@@ -90,7 +98,23 @@ def verdicts(imported):
         ({"validation_resolution": "512"}, {"validation.height": 512}),
         ({"validation_resolution": "1.0"}, {"validation.height": 1024}),
         ({"validation_disable": True, "validation_steps": 9}, {"validation.every": 0}),
-        ({"report_to": "tensorboard,wandb"}, {"logging.tensorboard": MISSING}),
+        (
+            {"report_to": "tensorboard,wandb", "tracker_run_name": "one"},
+            {
+                "logging.tensorboard": MISSING,
+                "logging.trackers": ["wandb"],
+                "logging.tracker_project": "simpletuner",
+                "logging.tracker_run_name": "one",
+            },
+        ),
+        (
+            {"report_to": ["trackio", "mlflow"], "tracker_project_name": "cats"},
+            {"logging.trackers": ["trackio", "mlflow"], "logging.tracker_project": "cats"},
+        ),
+        (
+            {"report_to": "tensorboard", "tracker_project_name": "cats"},
+            {"logging.trackers": MISSING, "logging.tracker_project": MISSING},
+        ),
         ({"report_to": "none"}, {"logging.tensorboard": False}),
         ({"caption_dropout_probability": 0.3}, {"datasets.0.caption_dropout": 0.3}),
     ],
@@ -339,6 +363,26 @@ def test_fsdp_that_is_off_is_not_needed(convert):
     assert found["context_parallel_size"][0] == "not needed"
 
 
+def test_the_report_names_the_extra_of_a_tracker(convert):
+    verdict, text = verdicts(convert(report_to="wandb"))["report_to"]
+    assert verdict == "translated"
+    assert 'logging.trackers is ["wandb"]' in text
+    assert "training needs pip install 'gracetune[wandb]'" in text
+    verdict, text = verdicts(convert(report_to="wandb,comet_ml"))["report_to"]
+    assert verdict == "not supported"
+    assert "there is no tracker comet_ml; logging.trackers is" in text
+    assert verdicts(convert(report_to="simpletuner"))["report_to"][0] == "not needed"
+    assert "logging.trackers" in verdicts(convert(report_to="all"))["report_to"][1]
+
+
+def test_tf32_is_not_needed(convert, tmp_path):
+    assert verdicts(convert(allow_tf32=True))["allow_tf32"][0] == "not needed"
+    lines = (f"{key.upper()}={value}" for key, value in CONFIG.items())
+    (tmp_path / "config.env").write_text("\n".join((*lines, "ALLOW_TF32=true")))
+    found = verdicts(import_files([tmp_path / "config.env"]))
+    assert found["allow_tf32"][0] == "not needed"
+
+
 def test_features_that_are_off_are_not_needed(convert):
     found = verdicts(convert(crepa_enabled=False, crepa_lambda=0.5, push_to_hub="false"))
     assert {found[key][0] for key in ("crepa_enabled", "crepa_lambda", "push_to_hub")} == {
@@ -395,6 +439,24 @@ def test_odd_values_are_reported_and_never_crash(convert, odd, tmp_path):
         assert sorted(data) == sorted(
             leaf_keys(json.loads((tmp_path / "datasets.json").read_text()))
         )
+
+
+def test_sizes_before_cropping_are_explained(convert):
+    keys = ("maximum_image_size", "target_downsample_size")
+    large, equal = {keys[0]: 1536, keys[1]: 1024}, {keys[0]: 1536, keys[1]: 512}
+    found = verdicts(convert({"crop": True} | large))
+    assert found[f"0.{keys[0]}"] == ("not supported", "see target_downsample_size")
+    verdict, text = found[f"0.{keys[1]}"]
+    assert verdict == "not supported"
+    assert "here an image is shrunk until the crop just fits" in text
+    assert "There is nothing to do, unless you want closer crops" in text
+    for dataset in ({"crop": True} | equal, {"crop": False} | large, {"crop": True, keys[1]: 1024}):
+        found = verdicts(convert(dataset))
+        assert {found[f"0.{key}"][0] for key in keys if key in dataset} == {"not needed"}
+    found = verdicts(convert({"crop": True}, **large))
+    assert {found[key][0] for key in keys} == {"not supported"}
+    found = verdicts(convert({"crop": False}, **large))
+    assert {found[key][0] for key in keys} == {"not needed"}
 
 
 def test_the_report_says_what_differs_and_what_to_do(convert):
