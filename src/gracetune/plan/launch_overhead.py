@@ -108,7 +108,7 @@ class LaunchCosts:
     checkpoint_recompute_s: float = 0.0
     """CPU time that checkpointing adds to an operator that backward recomputes."""
     optimizer_s: float = 0.0
-    """CPU time of an optimizer step, per trained tensor."""
+    """CPU time of gradient clipping and an optimizer step, per trained tensor."""
     stream_s: float = 0.0
     """CPU time of the weight ring in forward, per streamed block."""
     stream_backward_s: float = 0.0
@@ -323,11 +323,17 @@ class _ProbeStep:
         self._backward(out)
         after_backward = clock()
         if self._optimizer is not None:
+            self._clip_gradients()
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
         return HostSeconds(
             after_forward - start, after_backward - after_forward, clock() - after_backward
         )
+
+    def _clip_gradients(self) -> None:
+        """Multiply all gradients by a number on the device, as a training step does."""
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        torch._foreach_mul_(gradients, torch.nn.utils.get_total_norm(gradients).clamp(max=1.0))
 
     def count(self) -> tuple[HostCalls, HostCalls]:
         """Count the operator calls of forward and backward in a tiny copy of the model on the CPU.

@@ -406,7 +406,7 @@ _LONG = "40 blocks of Wan-14B on an H200: compiled and kept at batch 2, 0.985 s;
 _FUSED = "8 blocks of Wan-14B with fused LoRA, compiled, kept, batch 2, on an H200: 728 TFLOP/s"
 _RING = "ten blocks of Wan-14B, resident, eager and kept at batch 2, on an H200: 0.312 s"
 _HOST = (
-    "launch probe on two busy x86 cores, Python 3.11, torch 2.13, 2026-11-15; other hosts may "
+    "launch probe on two busy x86 cores, Python 3.11, torch 2.13, 2026-11-18; other hosts may "
     "differ by factors"
 )
 _HOOKS = "half and all of Flux's blocks streamed, eager, on an H200, 2026-11-15"
@@ -432,16 +432,18 @@ FITTED_CONSTANTS: Mapping[str, SourcedFigure] = {
     "forward_s": SourcedFigure(8e-6, "measured", f"an operator that the model calls: {_HOST}"),
     "backward_s": SourcedFigure(5e-6, "measured", f"an operator that autograd calls: {_HOST}"),
     "custom_op_s": SourcedFigure(
-        110e-6, "measured", f"a custom operator, without its kernels: {_HOST}"
+        90e-6, "measured", f"a custom operator, without its kernels: {_HOST}"
     ),
     "custom_op_backward_s": SourcedFigure(
-        31e-6, "measured", f"a custom operator that autograd calls: {_HOST}"
+        13e-6, "measured", f"a custom operator that autograd calls: {_HOST}"
     ),
-    "checkpoint_s": SourcedFigure(2e-6, "measured", f"what checkpointing adds to a call: {_HOST}"),
+    "checkpoint_s": SourcedFigure(6e-6, "measured", f"what checkpointing adds to a call: {_HOST}"),
     "checkpoint_recompute_s": SourcedFigure(
-        8e-6, "measured", f"what it adds to a recomputed call: {_HOST}"
+        6e-6, "measured", f"what it adds to a recomputed call: {_HOST}"
     ),
-    "optimizer_s": SourcedFigure(11e-6, "measured", f"an optimizer step, per tensor: {_HOST}"),
+    "optimizer_s": SourcedFigure(
+        18e-6, "measured", f"clipping and an optimizer step, per tensor: {_HOST}"
+    ),
     "stream_s": SourcedFigure(0.25e-3, "measured", f"streaming, per block in forward: {_HOOKS}"),
     "stream_backward_s": SourcedFigure(
         0.22e-3, "measured", f"streaming, per block in backward: {_HOOKS}"
