@@ -31,13 +31,14 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import random_weights
+import product_run
 import results
 from PIL import Image
 
@@ -67,14 +68,21 @@ class Case:
     images_per_bucket: int
     batch: int
     caption_lengths: int
+    nbytes: float
+    """Bytes of the weights."""
     layers: Mapping[str, int] = field(default_factory=dict)
     """Settings of the transformer that differ from the published model."""
 
 
 CASES = {
-    "flux": Case(buckets=14, images_per_bucket=3, batch=1, caption_lengths=1),
+    "flux": Case(buckets=14, images_per_bucket=3, batch=1, caption_lengths=1, nbytes=23.8e9),
     "qwen_image": Case(
-        buckets=3, images_per_bucket=15, batch=2, caption_lengths=40, layers={"num_layers": 20}
+        buckets=3,
+        images_per_bucket=15,
+        batch=2,
+        caption_lengths=40,
+        nbytes=14e9,
+        layers={"num_layers": 20},
     ),
 }
 
@@ -88,11 +96,16 @@ def main() -> int:
     failed = False
     for name in arguments.only:
         figures = {k: v for k, v in figures.items() if not k.startswith(f"{name}.")}
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
-            folder = Path(temporary)
-            began = time.monotonic()
-            nbytes = write_case(name, folder, arguments)
-            print(f"{name}: {nbytes / GIB:.1f} GiB in {time.monotonic() - began:.1f} s", flush=True)
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.folder)))
+            began, layers = time.monotonic(), layers_of(name, arguments)
+            model = stack.enter_context(
+                product_run.model_folder(
+                    name, int(CASES[name].nbytes), small=arguments.rehearse, config=layers
+                )
+            )
+            write_case(name, folder, model, arguments)
+            print(f"{name}: model and data in {time.monotonic() - began:.1f} s", flush=True)
             for start in ("first", "second")[: arguments.starts]:
                 found = start_run(folder, start, arguments)
                 found |= {"log_every": arguments.log_every}
@@ -127,23 +140,22 @@ def parse_arguments() -> argparse.Namespace:
 # The model, the data and the run file
 
 
-def write_case(name: str, folder: Path, arguments: argparse.Namespace) -> int:
-    """Write the model, the images and their captions; return the bytes of the weights."""
+def layers_of(name: str, arguments: argparse.Namespace) -> dict[str, int]:
+    """Return the settings of the transformer that differ from the published model."""
+    if not arguments.layers:
+        return dict(CASES[name].layers)
+    layers = {"num_layers": arguments.layers}
+    return layers | ({"num_single_layers": arguments.layers} if name == "flux" else {})
+
+
+def write_case(name: str, folder: Path, model: Path, arguments: argparse.Namespace) -> None:
+    """Write the images with their captions, and the run file."""
     case = CASES[name]
-    layers = dict(case.layers)
-    if arguments.layers:
-        layers = {"num_layers": arguments.layers}
-        if name == "flux":
-            layers["num_single_layers"] = arguments.layers
-    model = folder / "model"
-    random_weights.write_folder(name, model, small=arguments.rehearse, config=layers)
-    nbytes = random_weights.write_weights(model)
     if arguments.rehearse:
         case = replace(case, buckets=2, images_per_bucket=2)
     write_images(case, folder / "images", arguments.resolution)
-    settings = run_settings(name, folder, arguments)
+    settings = run_settings(name, folder, model, arguments)
     (folder / "run.json").write_text(json.dumps(settings, indent=2))
-    return nbytes
 
 
 def write_images(case: Case, folder: Path, resolution: int) -> None:
@@ -167,11 +179,13 @@ def write_images(case: Case, folder: Path, resolution: int) -> None:
         list(pool.map(write, range(count)))
 
 
-def run_settings(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def run_settings(
+    name: str, folder: Path, model: Path, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Return the settings of the run."""
     return {
         "output_dir": str(folder / "run"),
-        "model": {"family": name, "path": str(folder / "model"), "dtype": "bfloat16"},
+        "model": {"family": name, "path": str(model), "dtype": "bfloat16"},
         "adapter": {"rank": 2 if arguments.rehearse else 16},
         "datasets": [
             {

@@ -51,6 +51,8 @@ LONG_RUN = 3000
 LOG_EVERY = 5
 """Steps between two entries of the log, each with the mean time of its steps."""
 POLL_S = 0.5
+KEEP = "GRACETUNE_BENCHMARK_MODELS"
+"""Environment variable with the folder in which models are kept."""
 EXIT_S = 90
 """Seconds that a run may take to save its checkpoint and end."""
 MEASURED = re.compile(r"measured: ([\d.]+) samples/s .*?, ([\d.]+ [KMGT]?i?B) of device memory")
@@ -86,19 +88,36 @@ class ProductRun:
 
 
 @contextmanager
-def model_folder(name: str, nbytes: int, *, small: bool, config: Any = None) -> Iterator[Path]:
+def model_folder(
+    name: str, nbytes: int, *, small: bool, config: Mapping[str, Any] | None = None
+) -> Iterator[Path]:
     """Write a model of published shape with random weights; delete it at the end.
 
     It is written to shared memory if there is room for its `nbytes`: reading weights from a slow
-    disk is not part of these benchmarks.
+    disk is not part of these benchmarks. If the environment variable `KEEP` names a folder, the
+    model is written there and kept for later scripts.
     """
+    if os.environ.get(KEEP) and not small:
+        settings = "".join(f"-{key}-{value}" for key, value in sorted((config or {}).items()))
+        folder = Path(os.environ[KEEP]) / f"{name}{settings}"
+        if not (folder / "complete").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            _write_model(name, folder, small, config)
+            (folder / "complete").touch()
+        yield folder
+        return
     shared = Path("/dev/shm")
     has_room = shared.is_dir() and shutil.disk_usage(shared).free > 1.2 * nbytes
     with tempfile.TemporaryDirectory(dir=shared if has_room else None) as temporary:
-        folder = random_weights.write_folder(name, Path(temporary), small=small, config=config)
-        for transformer in sorted(folder.glob("transformer*")):
-            random_weights.write_weights(folder, transformer.name)
-        yield folder
+        _write_model(name, Path(temporary), small, config)
+        yield Path(temporary)
+
+
+def _write_model(name: str, folder: Path, small: bool, config: Mapping[str, Any] | None) -> None:
+    random_weights.write_folder(name, folder, small=small, config=config)
+    for transformer in sorted(folder.glob("transformer*")):
+        random_weights.write_weights(folder, transformer.name)
 
 
 def write_samples(

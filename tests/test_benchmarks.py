@@ -5,7 +5,7 @@ import re
 import runpy
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,6 +161,27 @@ NOTICES = (
     "per micro-batch, 21.0 GiB of device memory",
     "measured: 1.950 samples/s (expected 1.900), 22.5 GiB of device memory (expected 23.0 GiB)",
 )
+
+
+def test_kept_models_are_written_once(tmp_path, monkeypatch):
+    product_run = import_module("product_run")
+    written = []
+
+    def write_model(name, folder, small, config):
+        written.append(folder)
+        if len(written) == 2:
+            raise OSError("the disk is full")
+
+    monkeypatch.setattr(product_run, "_write_model", write_model)
+    monkeypatch.setenv(product_run.KEEP, str(tmp_path))
+    for _ in range(2):
+        with product_run.model_folder("flux", 1, small=False) as folder:
+            assert folder.parent == tmp_path
+    assert len(written) == 1
+    for expected in (pytest.raises(OSError, match="full"), nullcontext()):
+        with expected, product_run.model_folder("flux", 1, small=False, config={"n": 2}) as other:
+            assert other != folder
+    assert len(written) == 3, "an incomplete model is written again"
 
 
 @pytest.mark.usefixtures("_restored")
