@@ -234,7 +234,7 @@ def train_in_process(path: Path, log: Path, steps: int, timeout_s: float = 240) 
     is also killed if this process is terminated.
     """
     command = [sys.executable, "-m", "gracetune", "train", str(path)]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     process = subprocess.Popen(command, env=os.environ, start_new_session=True)
     ends_at = time.monotonic() + timeout_s
     try:
@@ -250,6 +250,7 @@ def train_in_process(path: Path, log: Path, steps: int, timeout_s: float = 240) 
         if process.poll() is None:
             process.kill()
             process.wait()
+        signal.signal(signal.SIGTERM, before)
     return process.returncode
 
 
