@@ -159,7 +159,7 @@ def plan_run(path: Path, number: int, args: argparse.Namespace) -> PlannedRun:
         )
     from gracetune.cli.main import read_run
     from gracetune.cli.plan import add_arguments as add_plan_arguments
-    from gracetune.cli.plan import measured_rates, predict
+    from gracetune.cli.plan import find_config, measured_rates, predict, print_substitution
     from gracetune.config.load import resolved_json
     from gracetune.dashboard.live_runs import PlannedRun
     from gracetune.memory.platform import open_machine
@@ -174,6 +174,8 @@ def plan_run(path: Path, number: int, args: argparse.Namespace) -> PlannedRun:
     add_plan_arguments(parser)
     arguments = parser.parse_args([str(path), *given])
     print(f"plan       {path}", file=sys.stderr, flush=True)
-    result, heading = predict(run_file, arguments, open_machine, measured_rates)
+    config = find_config(run_file)
+    print_substitution(config, sys.stderr)
+    result, heading = predict(run_file, arguments, open_machine, measured_rates, config)
     settings = json.loads(resolved_json(run_file))
     return PlannedRun(f"p{number}", path.stem, report_json(result, heading), settings)

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
             family = args.family or DEFAULT_FAMILY
             print(f"Buckets are those of {family}; --family and --resolution choose others.")
         found = "problem" if len(problems) == 1 else "problems"
-        print(f"A run would stop: {len(problems)} {found}." if problems else "A run would start.")
+        print(f"A run would stop: {len(problems)} {found}." if problems else "The data is fine.")
     return 1 if problems else 0
 
 

@@ -12,17 +12,18 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from gracetune.cli.main import add_run_file_arguments, read_run
 from gracetune.config.checks import trains_in_bf16
 from gracetune.errors import ConfigError, MissingPackageError, ModelUnavailableError
+from gracetune.models.registry import family_info
 from gracetune.units import GIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gracetune.config.schema import AdapterSection, PlanSection, RunFile
+    from gracetune.config.schema import AdapterSection, ModelSection, PlanSection, RunFile
     from gracetune.events.types import Notice
     from gracetune.memory.platform import Link, Machine
     from gracetune.plan.cost import CostModel
@@ -58,6 +59,20 @@ class PlanMachine:
     """Kind of link between CPU and GPU; None if it does not matter."""
     ranks: int = 1
     """Number of GPUs in use on each machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The origin of the configuration from which a run's transformer is planned."""
+
+    section: ModelSection
+    """The run's model; for a single-file checkpoint, `path` names the model that it belongs to."""
+    folder: Path | None = None
+    """Folder with the configuration; None if there is none here."""
+    substitution: tuple[str, ...] = ()
+    """Notes which say that the plan is for another model than the run's, and why."""
+    note: str = ""
+    """Reason why the published configuration of the run's model is used, not that of its files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +157,33 @@ def plan(
     run_file = read_run(args.run_file, args.overrides)
     check_family(run_file.model)  # before torch is imported
 
+    config = find_config(run_file)
+    print_substitution(config, sys.stderr if args.json else sys.stdout)
     if args.strategies:
-        return _print_strategies(run_file, args, open_machine, measured)
+        return _print_strategies(run_file, args, open_machine, measured, config)
 
     from gracetune.plan.report import report_json, report_lines
 
-    result, heading = predict(run_file, args, open_machine, measured)
+    result, heading = predict(run_file, args, open_machine, measured, config)
     if args.json:
         print(json.dumps(report_json(result, heading), indent=2))
     else:
-        print(*report_lines(result, heading), sep="\n")
+        print(*report_lines(result, _without_substitution(heading, config)), sep="\n")
     return 0
+
+
+def print_substitution(config: ModelConfig, file: TextIO) -> None:
+    """Print that a plan is for another model than the run's, before it can fail.
+
+    Otherwise an error about the memory would seem to be about the run's own model.
+    """
+    for note in config.substitution:
+        print(f"note: {note}", file=file, flush=True)
+
+
+def _without_substitution(heading: ReportHeading, config: ModelConfig) -> ReportHeading:
+    notes = tuple(note for note in heading.notes if note not in config.substitution)
+    return replace(heading, notes=notes)
 
 
 def predict(
@@ -160,13 +191,15 @@ def predict(
     args: argparse.Namespace,
     open_machine: Callable[[], Machine],
     measured: Callable[[int, str], MachineRates],
+    config: ModelConfig | None = None,
 ) -> tuple[SearchResult, ReportHeading]:
     """Return the fastest plan of a run, and what a report says about the run and the machine.
 
     Reads `machine`, `gpus`, `gpus_per_machine`, `hbm`, `host_memory` and `samples` of the command's
-    arguments.
+    arguments. `config` is that of `find_config`, if the caller has it.
     """
-    prepared = prepare(run_file, args, open_machine, measured)
+    config = config or find_config(run_file)
+    prepared = prepare(run_file, args, open_machine, measured, config)
 
     from gracetune.plan.planner_input import constraints_of, make_plan
     from gracetune.plan.search import PlanError
@@ -185,7 +218,7 @@ def predict(
     try:
         return plan_for(prepared), prepared.heading
     except PlanError:
-        whole = prepare(run_file, args, open_machine, measured, leaves_reserve=False)
+        whole = prepare(run_file, args, open_machine, measured, config, leaves_reserve=False)
         if whole.budget == prepared.budget:
             raise
         return plan_for(whole), whole.heading
@@ -196,6 +229,7 @@ def prepare(
     args: argparse.Namespace,
     open_machine: Callable[[], Machine],
     measured: Callable[[int, str], MachineRates],
+    config: ModelConfig,
     *,
     leaves_reserve: bool = True,
 ) -> PreparedRun:
@@ -211,8 +245,7 @@ def prepare(
     from gracetune.plan.report import ReportHeading
 
     sample = largest_sample(run_file)
-    configs, unavailable = _find_configs(run_file)
-    model = build_meta_model(run_file.model, sample, folder=configs)
+    model = build_meta_model(config.section, sample, folder=config.folder)
     kind = run_file.model.quantize
     if kind != "none":
         check_quantizable(kind, run_file.adapter)
@@ -237,7 +270,12 @@ def prepare(
         sample=f"{sample.width}x{sample.height}{frames}",
         machine=machine.title,
         budget=budget,
-        notes=(*limit_notes, *_notes(run_file, samples, unavailable, budget), *missing_package),
+        notes=(
+            *config.substitution,
+            *limit_notes,
+            *_notes(run_file, samples, config.note, budget),
+            *missing_package,
+        ),
         has_ramp=ramp.enable_batch_size_rampup and ramp.target_effective_batch_size is not None,
     )
     return PreparedRun(machine, model, budget, fixed, heading, samples)
@@ -248,13 +286,15 @@ def _print_strategies(
     args: argparse.Namespace,
     open_machine: Callable[[], Machine],
     measured: Callable[[int, str], MachineRates],
+    config: ModelConfig,
 ) -> int:
     from gracetune.plan.strategy_report import strategy_json, strategy_lines
 
-    advice, inputs, heading = compare_strategies(run_file, args, open_machine, measured)
+    advice, inputs, heading = compare_strategies(run_file, args, open_machine, measured, config)
     if args.json:
         print(json.dumps(strategy_json(advice, heading, inputs), indent=2))
     else:
+        heading = _without_substitution(heading, config)
         print(*strategy_lines(advice, heading, inputs), sep="\n")
     return 0
 
@@ -264,11 +304,12 @@ def compare_strategies(
     args: argparse.Namespace,
     open_machine: Callable[[], Machine],
     measured: Callable[[int, str], MachineRates],
+    config: ModelConfig | None = None,
 ) -> tuple[StrategyAdvice, StrategyInputs, ReportHeading]:
     """Plan a run with each strategy for several GPUs; return the advice and what it is for."""
     from gracetune.plan.strategies import advise
 
-    inputs, heading = strategy_inputs(run_file, args, open_machine, measured)
+    inputs, heading = strategy_inputs(run_file, args, open_machine, measured, config=config)
     return advise(inputs), inputs, heading
 
 
@@ -278,10 +319,12 @@ def strategy_inputs(
     open_machine: Callable[[], Machine],
     measured: Callable[[int, str], MachineRates],
     cost_model: CostModel | None = None,
+    config: ModelConfig | None = None,
 ) -> tuple[StrategyInputs, ReportHeading]:
     """Return a run as the comparison of strategies takes it, and what a report says about it.
 
     `cost_model` is that of the same run on the same kind of machine; None: the model is traced.
+    `config` is that of `find_config`, if the caller has it.
     """
     from gracetune.plan.planner_input import (
         build_cost_model,
@@ -290,7 +333,7 @@ def strategy_inputs(
     )
     from gracetune.plan.strategies import StrategyInputs
 
-    prepared = prepare(run_file, args, open_machine, measured)
+    prepared = prepare(run_file, args, open_machine, measured, config or find_config(run_file))
     constraints = constraints_of(run_file, args.gpus)
     target, model = prepared.model.trace_target(), prepared.model
     if cost_model is None:
@@ -580,28 +623,60 @@ def staged_nbytes(run_file: RunFile) -> int:
     return total
 
 
-def _find_configs(run_file: RunFile) -> tuple[Path | None, str]:
-    """Return a folder with the configuration of the run's model, or the reason why there is none.
+def find_config(run_file: RunFile) -> ModelConfig:
+    """Find the configuration of the run's model: its own, or the published one.
 
     A configuration is a few kilobytes on the hub. Planning does without it, so that a run can be
     planned before its model is downloaded, or without access to it.
     """
     from gracetune.models.checkpoint_header import is_checkpoint_file
-    from gracetune.models.locate import locate_configs
+    from gracetune.models.locate import locate_configs, model_name
 
-    path = run_file.model.path
+    section = run_file.model
+    path = section.path
     if path is not None and is_checkpoint_file(path) and not Path(path).exists():
-        return None, f"model.path is {path!r}, but there is no such file; training needs it"
+        reason = f"model.path is {path!r}, but there is no such file; training needs it"
+        return ModelConfig(section, substitution=_substitution(section, reason))
     try:
-        return locate_configs(run_file.model), ""
+        folder = locate_configs(section)
     except ModelUnavailableError as error:
-        return None, str(error).splitlines()[0].rstrip(".")
+        reason = str(error).splitlines()[0].rstrip(".")
+    else:
+        return ModelConfig(section, folder, _substitution_for_folder(section, folder))
+    name = model_name(section)
+    if name not in [model.name for model in family_info(section.family).models]:
+        return ModelConfig(section, substitution=_substitution(section, reason))
+    note = f"{name} is planned as it was published: {reason}"
+    return ModelConfig(section.model_copy(update={"path": name}), note=note)
+
+
+def _substitution(section: ModelSection, reason: str) -> tuple[str, ...]:
+    """Return the notes for a model whose configuration is neither here nor known."""
+    from gracetune.models.family import PLANNABLE, planner_shapes
+
+    if section.family not in PLANNABLE:
+        return ()  # there is no plan
+    published = planner_shapes(section.family).published_name
+    because = f"because the files of {section.path} are not here"
+    return f"this plan is for {published}, {because}", reason
+
+
+def _substitution_for_folder(section: ModelSection, folder: Path | None) -> tuple[str, ...]:
+    """Return the notes for a folder without the configuration of a transformer; else nothing."""
+    from gracetune.models.family import PLANNABLE, planner_shapes
+
+    if folder is None or section.family not in PLANNABLE:
+        return ()
+    file = folder / planner_shapes(section.family).component / "config.json"
+    if file.is_file():
+        return ()
+    return _substitution(section, f"there is no {file}; training needs it")
 
 
 def _notes(
-    run_file: RunFile, samples: int | None, unavailable: str, budget: PlanBudget
+    run_file: RunFile, samples: int | None, config_note: str, budget: PlanBudget
 ) -> tuple[str, ...]:
-    """Return the notes of the report. `unavailable`: why there is no configuration of the model."""
+    """Return the notes of the report. `config_note` is about the model's configuration, if any."""
     notes = []
     if budget.ranks > 1:
         notes.append("speed and memory are those of one GPU, unless the line says otherwise")
@@ -614,6 +689,6 @@ def _notes(
             "a dataset cannot be listed here, so its cache is not counted in host memory; pass "
             "--samples"
         )
-    if unavailable:
-        notes.append(f"{unavailable}; planning for the family's published configuration")
+    if config_note:
+        notes.append(config_note)
     return tuple(notes)

@@ -442,9 +442,9 @@ class PlannerShapes:
     class_name: str
     """Name of the transformer's class in diffusers."""
     published_config: Config
-    """Settings in which the published model differs from the defaults of its diffusers class."""
+    """Settings in which the family's default model differs from its diffusers class."""
     published_name: str
-    """Name of the published model, for the report of `gracetune plan`."""
+    """Name of the family's default model, for the report of `gracetune plan`."""
     blocks: tuple[str, ...]
     """Names of the transformer's attributes that hold its repeated blocks, in forward order."""
     targets: tuple[str, ...]
@@ -457,9 +457,9 @@ class PlannerShapes:
     """
     component: str = "transformer"
     """Name of the transformer in the pipeline, and of its folder: `unet` for a U-Net."""
-    experts: int = 1
-    """Number of transformers with this configuration: 2 for a model with a high-noise and a
-    low-noise transformer."""
+    other_published: Mapping[str, Config] = field(default_factory=dict)
+    """The family's other models on the hub: the name -> the settings in which the transformer
+    differs from `published_config`. Every model of the registry but the default has an entry."""
     dtype: torch.dtype = torch.bfloat16
     """Dtype of the weights, unless `model.dtype` is float32."""
     input_layer: str = ""

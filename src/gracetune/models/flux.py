@@ -141,6 +141,10 @@ PLANNER_SHAPES = FluxShapes(
     class_name="FluxTransformer2DModel",
     published_config={"guidance_embeds": True},
     published_name="the published FLUX.1-dev, 12 B",
+    other_published={
+        "black-forest-labs/FLUX.1-schnell": {"guidance_embeds": False},
+        "black-forest-labs/FLUX.1-Kontext-dev": {},
+    },
     blocks=("transformer_blocks", "single_transformer_blocks"),
     targets=TARGETS,
     input_layer="x_embedder",

@@ -113,10 +113,31 @@ class Flux2Shapes(PlannerShapes):
         return velocity
 
 
+# Klein9BParams and Klein4BParams, as musubi-tuner has them, with diffusers' names.
+KLEIN_9B = {
+    "num_layers": 8,
+    "num_single_layers": 24,
+    "num_attention_heads": 32,
+    "joint_attention_dim": 12288,
+    "guidance_embeds": False,
+}
+KLEIN_4B = {
+    "num_layers": 5,
+    "num_single_layers": 20,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 7680,
+    "guidance_embeds": False,
+}
 PLANNER_SHAPES = Flux2Shapes(
     class_name="Flux2Transformer2DModel",
     published_config={},
     published_name="the published FLUX.2 dev, 32 B",
+    other_published={
+        "black-forest-labs/FLUX.2-klein-base-9B": KLEIN_9B,
+        "black-forest-labs/FLUX.2-klein-base-4B": KLEIN_4B,
+        "black-forest-labs/FLUX.2-klein-9B": KLEIN_9B,
+        "black-forest-labs/FLUX.2-klein-4B": KLEIN_4B,
+    },
     blocks=("transformer_blocks", "single_transformer_blocks"),
     targets=TARGETS,
     input_layer="x_embedder",

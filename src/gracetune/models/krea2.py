@@ -108,6 +108,7 @@ PLANNER_SHAPES = Krea2Shapes(
     class_name="Krea2Transformer2DModel",
     published_config={},
     published_name="the published Krea 2, 12.8 B",
+    other_published={"krea/Krea-2-Turbo": {}},
     blocks=("transformer_blocks",),
     targets=TARGETS,
     input_layer="img_in",

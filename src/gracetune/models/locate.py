@@ -84,21 +84,27 @@ def locate_configs(section: ModelSection) -> Path | None:
     """
     from gracetune.models.hub import HubModel, fetch_configs, is_hub_name
 
-    name = section.path or family_info(section.family).default_model
+    if section.path is not None and Path(section.path).is_dir():
+        return Path(section.path)
+    name = model_name(section)
     if name is None:
         return None
-    if section.path is not None:
-        if Path(section.path).is_dir():
-            return Path(section.path)
-        if family_info(section.family).default_model is None:
-            raise _no_such_path(section)
-        if is_checkpoint_file(section.path):
-            header = read_header(section.path, "model.path")
-            models = check_family(header, section.family, "model.path")
-            name = _choose_model(section, header, models).name
-    if not is_hub_name(name):
+    if family_info(section.family).default_model is None or not is_hub_name(name):
         raise _no_such_path(section)
     return fetch_configs(HubModel(name, section.revision, section.family, "model.path"))
+
+
+def model_name(section: ModelSection) -> str | None:
+    """Return the name on the hub of the model that a run uses, if `path` is not a folder.
+
+    It is `path`, the family's default, or the model that a single-file checkpoint belongs to.
+    Returns None for a family that creates its model.
+    """
+    info = family_info(section.family)
+    if section.path is None or info.default_model is None or not is_checkpoint_file(section.path):
+        return section.path or info.default_model
+    header = read_header(section.path, "model.path")
+    return _choose_model(section, header, check_family(header, section.family, "model.path")).name
 
 
 def _fetch(

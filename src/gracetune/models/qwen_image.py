@@ -267,6 +267,11 @@ PLANNER_SHAPES = QwenImageShapes(
     class_name="QwenImageTransformer2DModel",
     published_config={},
     published_name="the published Qwen-Image, 20 B",
+    other_published={
+        "Qwen/Qwen-Image-Edit": {},
+        "Qwen/Qwen-Image-Edit-2509": {},
+        "Qwen/Qwen-Image-Edit-2511": {"zero_cond_t": True},
+    },
     blocks=("transformer_blocks",),
     targets=TARGETS,
     input_layer="img_in",

@@ -92,6 +92,7 @@ class SD3Shapes(PlannerShapes):
         }
 
 
+SD3_MEDIUM = {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536}
 PLANNER_SHAPES = SD3Shapes(
     class_name="SD3Transformer2DModel",
     published_config={
@@ -102,6 +103,14 @@ PLANNER_SHAPES = SD3Shapes(
         "qk_norm": "rms_norm",
     },
     published_name="the published SD3.5 large, 8 B",
+    other_published={  # as in copies of their config.json in public repositories
+        "stabilityai/stable-diffusion-3.5-medium": {
+            **SD3_MEDIUM,
+            "pos_embed_max_size": 384,
+            "dual_attention_layers": tuple(range(13)),
+        },
+        "stabilityai/stable-diffusion-3-medium-diffusers": {**SD3_MEDIUM, "qk_norm": None},
+    },
     blocks=("transformer_blocks",),
     targets=TARGETS,
     input_layer="pos_embed.proj",

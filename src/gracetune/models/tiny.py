@@ -320,7 +320,7 @@ class TinyShapes(PlannerShapes):
 PLANNER_SHAPES = TinyShapes(
     class_name="SD3Transformer2DModel",
     published_config=CONFIG,
-    published_name="the family's own",
+    published_name="the family's own model",
     blocks=("transformer_blocks",),
     targets=Tiny.adapter_targets,
     probe_config={},  # it is narrow enough as it is

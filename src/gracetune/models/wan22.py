@@ -157,6 +157,7 @@ class WanShapes(PlannerShapes):
         return (*self.unsupported_weights, *(p for p in IMAGE_WEIGHTS if p not in own))
 
 
+WAN21_I2V = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 PLANNER_SHAPES = WanShapes(
     class_name="WanTransformer3DModel",
     published_config={},
@@ -171,7 +172,24 @@ PLANNER_SHAPES = WanShapes(
         "text_dim": 16,
         "freq_dim": 16,
     },
-    experts=2,
+    other_published={  # as in diffusers' scripts/convert_wan_to_diffusers.py
+        "Wan-AI/Wan2.2-I2V-A14B-Diffusers": {"in_channels": 36},
+        "Wan-AI/Wan2.2-TI2V-5B-Diffusers": {
+            "num_layers": 30,
+            "num_attention_heads": 24,
+            "ffn_dim": 14336,
+            "in_channels": 48,
+            "out_channels": 48,
+        },
+        "Wan-AI/Wan2.1-T2V-14B-Diffusers": {},
+        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": {
+            "num_layers": 30,
+            "num_attention_heads": 12,
+            "ffn_dim": 8960,
+        },
+        "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": WAN21_I2V,
+        "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": WAN21_I2V,
+    },
     supported_models=SUPPORTED_MODELS,
     unsupported_inputs={"pos_embed_seq_len": "a last frame"},  # FLF2V of Wan 2.1
     unsupported_weights=OTHER_MODELS_WEIGHTS,

@@ -114,6 +114,7 @@ PLANNER_SHAPES = ZImageShapes(
     class_name="ZImageTransformer2DModel",
     published_config={},
     published_name="the published Z-Image, 6.2 B",
+    other_published={"Tongyi-MAI/Z-Image-Turbo": {}},
     blocks=("noise_refiner", "context_refiner", "layers"),
     targets=TARGETS,
     input_layer="all_x_embedder.2-1",

@@ -2,9 +2,9 @@
 
 `gracetune plan` and the launch probe need a model's structure but not its weights. The
 transformer's config.json of the run file's model is used, if the model is a local folder or its
-configuration can be had from the hub or its cache. Otherwise it is the family's published
-configuration, and the report says so. Each family describes its shapes in `PlannerShapes`
-(models/family.py).
+configuration can be had from the hub or its cache. Otherwise it is the published configuration of
+the model, if the family knows it, or of the family's default model, and the report says so. Each
+family describes its shapes in `PlannerShapes` (models/family.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gracetune.errors import ConfigError
 from gracetune.models.attention_processors import make_attention_grads_contiguous
 from gracetune.models.family import PLANNABLE, planner_shapes
 from gracetune.models.pipeline_folder import read_model_config, without_progress_bars
+from gracetune.models.registry import FAMILIES
 from gracetune.plan.trace import TraceTarget
 
 if TYPE_CHECKING:
@@ -71,8 +72,9 @@ def build_meta_model(
     """Build the transformer of a run file's `model` section without loading weights.
 
     `folder` has the configuration of the model; by default it is `model.path`, if that is a local
-    folder. `changes` override its configuration, such as the number of layers. On a device other
-    than `meta`, the weights are random.
+    folder. Without one, `model.path` may name a model on the hub that the family knows; for other
+    names, the family's default model is built. `changes` override the configuration, such as the
+    number of layers. On a device other than `meta`, the weights are random.
     """
     if section.family not in PLANNABLE:
         raise ConfigError(
@@ -81,7 +83,12 @@ def build_meta_model(
             "it has loaded; in Python, pass a TraceTarget to gracetune.plan.trace.trace_model."
         )
     shapes = planner_shapes(section.family)
-    config, experts, source = shapes.published_config, shapes.experts, shapes.published_name
+    config, source = shapes.published_config, shapes.published_name
+    if section.path is not None and section.path in shapes.other_published:
+        config = {**config, **shapes.other_published[section.path]}
+        source = f"the published {section.path}"
+    experts_of = {model.name: model.experts for model in FAMILIES[section.family].models}
+    experts = experts_of.get(section.path or "", next(iter(experts_of.values()), 1))
     if folder is None and section.path is not None:
         folder = Path(section.path)
     file = None if folder is None else folder / shapes.component / "config.json"

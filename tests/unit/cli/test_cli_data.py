@@ -1,4 +1,4 @@
-"""`gracetune data check` reports what training would see, and whether a run would start."""
+"""`gracetune data check` reports what training would see, and whether it would stop a run."""
 
 from __future__ import annotations
 
@@ -72,6 +72,8 @@ def test_a_folder_is_reported_as_training_would_see_it(folder, capsys) -> None:
     assert captions["tags"][0] == ["1girl", 6]
     assert (captions["empty"], captions["missing"]) == (["copy.png"], [])
     assert any("1 .psd" in text for text in found["warnings"])
+    assert main(["data", "check", str(folder), "--family", "tiny", "--resolution", "48"]) == 0
+    assert capsys.readouterr().out.endswith("\nThe data is fine.\n")
 
 
 def test_the_text_names_every_finding(folder, capsys) -> None:

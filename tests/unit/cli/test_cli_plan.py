@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from gracetune.cli import plan
 from gracetune.cli.main import main
@@ -287,8 +288,10 @@ def test_a_limit_of_memory_does_not_change_the_speed_and_the_plan_says_so(
 
 def test_a_missing_single_file_is_planned_by_the_published_shapes(tmp_path: Path) -> None:
     model = {"family": "sdxl", "path": str(tmp_path / "merge.safetensors")}
-    folder, why = plan._find_configs(RunFile.model_validate({"model": model}))
-    assert folder is None
+    found = plan.find_config(RunFile.model_validate({"model": model}))
+    assert found.folder is None
+    instead, why = found.substitution
+    assert instead.startswith("this plan is for the published SDXL, 2.6 B, because the files of ")
     assert why.endswith("merge.safetensors', but there is no such file; training needs it")
 
 
@@ -340,13 +343,74 @@ def test_samples_are_counted_without_their_captions(tmp_path: Path) -> None:
     assert plan.count_samples(RunFile.model_validate({"datasets": [here, gone]})) is None
 
 
-def test_a_model_that_is_not_local_is_planned_by_its_published_configuration() -> None:
-    run = RunFile.model_validate({"model": {"family": "wan22", "path": "Wan-AI/somewhere"}})
-    folder, reason = plan._find_configs(run)
-    (note,) = plan._notes(run, 1, reason, PlanBudget(1, 1))
-    assert folder is None
-    assert note.startswith("model.path is 'Wan-AI/somewhere', which is neither a folder here nor")
-    assert note.endswith("; planning for the family's published configuration")
+def test_a_single_file_is_planned_as_the_published_model_that_it_belongs_to(tmp_path: Path) -> None:
+    """Also if the configuration of that model is not here."""
+    from safetensors.torch import save_file
+
+    names = ("head.modulation", "patch_embedding.weight")
+    weights = dict.fromkeys(names, torch.zeros(1)) | {names[1]: torch.zeros(1536, 16, 1, 2, 2)}
+    save_file(weights, tmp_path / "small.safetensors")
+    model = {"family": "wan22", "path": str(tmp_path / "small.safetensors")}
+    found = plan.find_config(RunFile.model_validate({"model": model}))
+    assert found.section.path == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+    assert not found.substitution
+
+
+def test_a_folder_without_a_configuration_is_planned_by_the_published_shapes(
+    tmp_path: Path,
+) -> None:
+    model = {"family": "sdxl", "path": str(tmp_path)}
+    instead, why = plan.find_config(RunFile.model_validate({"model": model})).substitution
+    assert instead.startswith("this plan is for the published SDXL, 2.6 B, because the files of ")
+    assert why == f"there is no {tmp_path / 'unet' / 'config.json'}; training needs it"
+
+
+def plan_wan(tmp_path: Path, path: str, *words: str) -> int:
+    """Plan a LoRA of a Wan model at 64x64 pixels, eager, for an H200."""
+    run = {"model": {"family": "wan22", "path": path}, "plan": {"compile": "never"}}
+    dataset = {"id": "d", "instance_data_dir": str(tmp_path), "resolution": 64}
+    file = tmp_path / "wan.json"
+    file.write_text(json.dumps({**run, "adapter": {"rank": 4}, "datasets": [dataset]}))
+    return main(["plan", str(file), "--machine", "h200-pcie", *words])
+
+
+def test_a_known_model_that_is_not_here_is_planned_by_its_own_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {}
+    for name in ("Wan2.1-T2V-1.3B", "Wan2.2-TI2V-5B", "Wan2.2-T2V-A14B"):
+        path = f"Wan-AI/{name}-Diffusers"
+        assert plan_wan(tmp_path, path, "--json") == 0
+        printed = capsys.readouterr()
+        report = json.loads(printed.out)
+        weights[name] = report["plan"]["device"]["weights"] / 1e9
+        assert any(note.startswith(f"{path} is planned as it") for note in report["notes"])
+        assert "this plan is for" not in printed.err
+    # Two bytes for each weight; the last model has two transformers.
+    assert list(weights.values()) == pytest.approx([2 * 1.42, 2 * 5.0, 2 * 2 * 14.29], rel=0.01)
+
+
+def test_a_plan_for_another_model_says_so_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    instead = "this plan is for the published A14B, with two experts of 14 B, because the files of "
+    first = f"note: {instead}me/my-wan are not here\n"
+    assert plan_wan(tmp_path, "me/my-wan") == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{first}note: model.path is 'me/my-wan', which is neither a folder")
+    assert text.count(instead) == text.count("which is neither a folder") == 1
+
+    assert plan_wan(tmp_path, "me/my-wan", "--hbm", "24GB", "--host-memory", "16GB") == 2
+    printed = capsys.readouterr()
+    assert printed.out.startswith(first)
+    assert "too little for wan22" in printed.err
+
+    too_small = ("--json", "--hbm", "24GB", "--host-memory", "16GB")
+    assert plan_wan(tmp_path, "me/my-wan", *too_small) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(first)
+    assert "too little for wan22" in printed.err.removeprefix(first)
 
 
 def _never(*_: object) -> Any:

@@ -13,7 +13,8 @@ from fakes.miniatures import MINIATURES
 from gracetune.cli.plan import make_trainable
 from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.errors import ConfigError, ModelError
-from gracetune.models.family import PLANNABLE, SampleShape, load_family
+from gracetune.models.family import PLANNABLE, SampleShape, load_family, planner_shapes
+from gracetune.models.registry import FAMILIES
 from gracetune.plan.meta_models import build_meta_model
 from gracetune.plan.planner_input import cached_sample_nbytes, family_trace_target
 from gracetune.plan.trace import trace_model
@@ -40,7 +41,7 @@ def test_published_configurations_have_their_published_size(family: str) -> None
     assert billions is not None
     decimals = len(billions[1].partition(".")[2])
     assert f"{count / 1e9:.{decimals}f}" == billions[1]
-    assert shape.num_transformers == shape.shapes.experts
+    assert shape.num_transformers == (2 if family == "wan22" else 1)
     channels, *frames, rows, columns = shape.encoded.latent_shape
     assert rows == columns in (64, 128)
     assert frames in ([], [1])
@@ -50,6 +51,39 @@ def test_published_configurations_have_their_published_size(family: str) -> None
         n.split(".")[-2] for n, p in shape.model.named_parameters() if p.dtype is torch.float32
     }
     assert in_fp32 <= set(shape.shapes.fp32_layers)
+
+
+BILLIONS = {
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (2, 14.3),
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": (2, 14.3),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": (1, 5.0),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": (1, 14.3),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (1, 1.4),
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": (1, 16.4),
+    "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": (1, 16.4),
+    "black-forest-labs/FLUX.1-schnell": (1, 11.9),
+    "black-forest-labs/FLUX.2-klein-base-9B": (1, 9.1),
+    "black-forest-labs/FLUX.2-klein-4B": (1, 3.9),
+    "stabilityai/stable-diffusion-3.5-medium": (1, 2.2),  # 2.5 with its table of positions
+    "stabilityai/stable-diffusion-3-medium-diffusers": (1, 2.0),
+}
+"""Published models, with the number of their transformers and the weights of each."""
+
+
+@pytest.mark.parametrize(("name", "size"), BILLIONS.items())
+def test_a_published_model_that_is_not_here_has_its_own_size(
+    name: str, size: tuple[int, float]
+) -> None:
+    (family,) = (f for f in PLANNABLE if name in [model.name for model in FAMILIES[f].models])
+    shape = build_meta_model(ModelSection(family=family, path=name), SQUARE)
+    count = sum(p.numel() for p in shape.model.parameters())
+    assert (shape.num_transformers, round(count / 1e9, 1)) == size
+
+
+@pytest.mark.parametrize("family", PLANNABLE)
+def test_families_know_the_configuration_of_every_model_that_they_name(family: str) -> None:
+    others = [model.name for model in FAMILIES[family].models[1:]]
+    assert list(planner_shapes(family).other_published) == others
 
 
 UNET_KINDS = (0, 0, 1, 2, 1, 2, 3, 4, 3, 4, 3, 4, 3, 5, 4, 5, 4, 5, 4, 6, 2, 6, 2, 6, 2, 7, 7, 7)
