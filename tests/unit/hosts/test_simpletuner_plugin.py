@@ -236,6 +236,34 @@ def test_attaching_a_trainer_starts_the_ramp(accelerator):
     assert json.dumps(plugin.runtime)
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "first_accumulation", "warned"), [(32, 1, (4, 32, 32, 1)), (4, 1, None)]
+)
+def test_a_ramp_that_starts_below_one_micro_batch_names_its_real_first_size(
+    accelerator, caplog, batch_size, first_accumulation, warned
+):
+    """The numbers of the first guide: train_batch_size 32, initial_effective_batch_size 4."""
+    plugin = make_plugin()
+    section = {**CONFIG["gh200_optimizations"], "target_effective_batch_size": 128}
+    plugin.split_config({"train_batch_size": batch_size, "gh200_optimizations": section})
+    config = SimpleNamespace(train_batch_size=batch_size, gradient_accumulation_steps=4)
+    trainer = SimpleNamespace(accelerator=accelerator, config=config, state={"global_step": 0})
+    plugin.attach_trainer(trainer)
+    with accelerator.accumulate(torch.nn.Linear(1, 1)):
+        pass
+    assert config.gradient_accumulation_steps == first_accumulation
+    found = [each.args for each in caplog.records if "the ramp starts with" in each.msg]
+    assert found == ([] if warned is None else [warned])
+
+
+def test_a_ramp_that_cannot_grow_says_so(accelerator, caplog):
+    plugin = make_plugin()
+    plugin.split_config({**CONFIG, "train_batch_size": 32})
+    config = SimpleNamespace(train_batch_size=32, gradient_accumulation_steps=1)
+    plugin.attach_trainer(SimpleNamespace(accelerator=accelerator, config=config, state={}))
+    assert "the ramp has no effect: it starts and ends with 32 samples" in caplog.text
+
+
 def test_attaching_without_an_accelerator_or_a_ramp_changes_nothing(accelerator):
     plugin = make_plugin()
     plugin.attach_trainer(SimpleNamespace())  # its attributes are not even read
