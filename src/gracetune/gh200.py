@@ -172,7 +172,9 @@ class GH200GradientRamp:
         """Grow from `initial_effective` to `target_effective` samples in an optimizer step.
 
         Both are `train_batch_size * base_ga` by default. `total_steps` is the number of
-        micro-batches until the target is reached; with 0, it is reached at once.
+        micro-batches until the target is reached; with 0, it is reached at once. All micro-batches
+        have `train_batch_size` samples, so sizes are rounded up to a multiple of it; for the first
+        one, a warning says so.
         """
         samples = train_batch_size * base_ga
         target = target_effective or samples
@@ -182,6 +184,13 @@ class GH200GradientRamp:
         )
         self._done = self._left = 0
         self._current = self.initial_ga
+        first = self.initial_ga * train_batch_size
+        if total_steps and first != initial:
+            log.warning(
+                "initial_effective is %s, but the ramp starts with %s samples: micro-batches "
+                "always have train_batch_size samples (%s). Lower it to start smaller",
+                *(initial, first, train_batch_size),
+            )
         self.train_batch_size = train_batch_size
         self.total_steps = total_steps
 

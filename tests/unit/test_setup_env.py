@@ -125,9 +125,10 @@ def test_the_table_shows_values_meanings_and_effects() -> None:
     text = "\n".join(env.table(environment, environment_settings(environment)))
     for words in (
         "hints are on",
-        "managed memory is on: for the batches of a run, and for what a script allocates",
-        "uvm_oversubscription_ratio limits managed memory to 3.0 times device memory; weights,",
-        "uvm_access_pattern places managed memory cpu_first; weights, gradients and",
+        "managed memory is allowed, and used if the machine has a GPU that supports it",
+        "the device has no space for (frozen and trained weights, gradients, optimizer state, EMA,",
+        "uvm_oversubscription_ratio limits managed memory to 3.0 times device memory, or less",
+        "uvm_access_pattern places managed memory cpu_first",
         "below 15% free",
         "below 10.0 GiB free",
         "`auto` means bf16",
@@ -135,6 +136,12 @@ def test_the_table_shows_values_meanings_and_effects() -> None:
         *(variable.meaning for variable in env.VARIABLES),
     ):
         assert words in text
+
+
+def test_without_use_uvm_only_batches_are_managed() -> None:
+    settings = environment_settings({"GH200_UVM_ACCESS_PATTERN": "cpu_first"})
+    [effect] = env.describe_effects(settings)
+    assert effect.endswith("without use_uvm, a run has only batches in it, if hints are on")
 
 
 def test_without_variables_the_table_says_so() -> None:

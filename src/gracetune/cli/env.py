@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 HELP = "show the environment variables that gracetune reads, their meaning and effect"
 DEFAULT_RATIO = "5.0"
 DEFAULT_PATTERN = "gpu_first"
+MANAGED_USE = (
+    "managed memory is allowed, and used if the machine has a GPU that supports it: for the "
+    "batches of a run, and for what the device has no space for (frozen and trained weights, "
+    "gradients, optimizer state, EMA, caches, offloaded activations)"
+)
+"""Effect of `use_uvm:True`."""
 
 
 class Variable(NamedTuple):
@@ -87,19 +93,18 @@ def describe_effects(settings: EnvironmentSettings) -> tuple[str, ...]:
     if settings.uvm_hints is not None:
         effects.append(f"hints are {'on' if settings.uvm_hints else 'off'}")
     if settings.use_uvm is not None:
-        effects.append(
-            "managed memory is on: for the batches of a run, and for what a script allocates in "
-            "gracetune.unified_pool()"
-            if settings.use_uvm
-            else "managed memory is off"
-        )
-    is_off = settings.use_uvm is False
+        effects.append(MANAGED_USE if settings.use_uvm else "managed memory is off")
     if settings.oversubscription_ratio is not None:
-        limit = f"to {settings.oversubscription_ratio} times device memory"
-        effects.append(_managed_effect("uvm_oversubscription_ratio limits", limit, is_off))
+        limit = (
+            f"to {settings.oversubscription_ratio} times device memory, or less if host memory or, "
+            "over PCIe, a quarter of the free device memory is less"
+        )
+        effects.append(
+            _managed_effect("uvm_oversubscription_ratio limits", limit, settings.use_uvm)
+        )
     if settings.access_pattern is not None:
         effects.append(
-            _managed_effect("uvm_access_pattern places", settings.access_pattern, is_off)
+            _managed_effect("uvm_access_pattern places", settings.access_pattern, settings.use_uvm)
         )
     if settings.stage1_threshold is not None:
         effects.append(f"stage 2 begins below {settings.stage1_threshold:.0%} free device memory")
@@ -115,10 +120,11 @@ def describe_effects(settings: EnvironmentSettings) -> tuple[str, ...]:
     return (*effects, *settings.notices)
 
 
-def _managed_effect(verb: str, how: str, is_off: bool) -> str:
-    if is_off:
+def _managed_effect(verb: str, how: str, use_uvm: bool | None) -> str:
+    if use_uvm is False:
         return f"{verb} nothing, because managed memory is off"
-    return f"{verb} managed memory {how}; weights, gradients and optimizer state are not in it"
+    scope = "" if use_uvm else "; without use_uvm, a run has only batches in it, if hints are on"
+    return f"{verb} managed memory {how}{scope}"
 
 
 def table(environment: Mapping[str, str], settings: EnvironmentSettings) -> Iterator[str]:

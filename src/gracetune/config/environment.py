@@ -356,7 +356,7 @@ def environment_settings(env: Mapping[str, str]) -> EnvironmentSettings:
     if kept:
         settings = ",".join(f"{key}:{value}" for key, value in kept.items())
         notices.append(
-            f"{settings} is applied by gracetune, because stock torch does not have these settings."
+            f"{settings} is read by gracetune, because stock torch does not have these settings."
         )
     ratio = _parse_ratio(RATIO_VARIABLE, env[RATIO_VARIABLE]) if env.get(RATIO_VARIABLE) else None
     pattern = (

@@ -95,7 +95,7 @@ def test_claiming_leaves_only_torchs_settings_in_its_variables():
     assert settings.oversubscription_ratio == 5.0
     assert settings.access_pattern == "gpu_first"
     assert settings.alloc_conf == "expandable_segments:True"
-    assert "is applied by gracetune" in settings.notices[0]
+    assert "is read by gracetune" in settings.notices[0]
 
 
 def test_claiming_leaves_other_variables_alone():

@@ -117,6 +117,17 @@ def test_the_environment_sets_what_the_blocks_do_not():
     assert any("set by the environment" in text for text in blocks.notices)
 
 
+def test_variables_of_managed_memory_are_reported_because_nothing_is_managed():
+    conf = "use_uvm:True,uvm_oversubscription_ratio:3.0"
+    _, blocks = split_config(process(gracetune={}), {"GRACETUNE_ALLOC_CONF": conf})
+    assert [text.split(" has no effect inside ai-toolkit: ")[0] for text in blocks.ignored] == [
+        "use_uvm:True",
+        "uvm_oversubscription_ratio",
+    ]
+    assert "optimizer state and batches belong to ai-toolkit" in blocks.ignored[0]
+    assert split_config(process(gracetune={}), {})[1].ignored == ()
+
+
 CACHED = {"cache_latents_to_disk": True, "augmentations": [FLIP]}
 
 
@@ -129,6 +140,10 @@ CACHED = {"cache_latents_to_disk": True, "augmentations": [FLIP]}
             "augmentation_cache_epoch is -1; it must be a number of epochs",
         ),
         (process(gracetune={"check_save": True}), "check_save is not known.*mean check_saves"),
+        (
+            process(gracetune={"gh200_optimizations": {"use_uvm": True}}),
+            "gh200_optimizations.use_uvm has no effect inside ai-toolkit: .* Remove it",
+        ),
         (process(gracetune={"check_saves": "yes"}), "'yes'; it must be true or false"),
         (
             process(gracetune={"cache_config": {"vae_cache_typ": "disk"}}),

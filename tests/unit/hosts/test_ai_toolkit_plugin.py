@@ -132,3 +132,10 @@ def test_make_plugin_reads_the_rank_from_the_environment(monkeypatch, tmp_path):
     plugin.split_config(process())
     assert isinstance(plugin.memory, SharedTensorCache)
     assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == ["tensors"]
+
+
+def test_settings_without_effect_are_shown():
+    messages = []
+    environment = {"GRACETUNE_ALLOC_CONF": "use_uvm:True"}
+    AIToolkitPlugin(environment, open_machine, messages.append).split_config(process())
+    assert any(text.startswith("warning: use_uvm:True has no effect") for text in messages)

@@ -111,6 +111,17 @@ def test_a_ramp_without_a_length_or_targets_is_constant():
     assert (ramp.initial_ga, ramp.advance()) == (2, 2)
 
 
+def test_a_ramp_that_starts_below_one_micro_batch_names_its_real_first_size(caplog):
+    sizes = {"initial_effective": 4, "target_effective": 128, "total_steps": 400}
+    assert GH200GradientRamp(train_batch_size=32, **sizes).advance() == 1
+    [record] = caplog.records
+    assert "initial_effective is 4, but the ramp starts with 32 samples" in record.getMessage()
+    caplog.clear()
+    assert GH200GradientRamp(train_batch_size=4, **sizes).advance() == 1
+    assert GH200GradientRamp(train_batch_size=32, target_effective=50).advance() == 2
+    assert not caplog.records
+
+
 def test_the_guides_audio_line_runs_in_a_checkout():
     text = GUIDE.read_text("utf-8")
     code = re.search(r"python - <<'PY'\n(.*?)\nPY\n", text, re.DOTALL)[1]

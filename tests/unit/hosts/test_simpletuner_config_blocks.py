@@ -75,6 +75,44 @@ def test_settings_without_effect_are_reported():
     assert split_config(off, {})[1].ignored == ()
 
 
+ALLOC_CONF = (
+    "use_uvm:True,uvm_oversubscription_ratio:3.0,uvm_access_pattern:cpu_first,"
+    "uvm_stage1_threshold:0.15,uvm_stage1_min_bytes:1073741824"
+)
+
+
+def test_settings_of_managed_memory_are_reported_because_nothing_is_managed():
+    section = {"use_uvm": True, "managed": ["optimizer"], "managed_memory": "8GB"}
+    _, blocks = split_config({"gh200_optimizations": section}, {"GRACETUNE_ALLOC_CONF": ALLOC_CONF})
+    assert [text.split(" has no effect inside SimpleTuner: ")[0] for text in blocks.ignored] == [
+        "gh200_optimizations.use_uvm",
+        "gh200_optimizations.managed",
+        "gh200_optimizations.managed_memory",
+        "use_uvm:True",
+        "uvm_oversubscription_ratio",
+        "uvm_access_pattern",
+        "uvm_stage1_threshold",
+        "uvm_stage1_min_bytes",
+    ]
+    assert "optimizer state and batches belong to SimpleTuner" in blocks.ignored[0]
+    assert not any("applied" in text for text in blocks.notices)
+
+
+def test_variables_of_managed_memory_are_reported_without_our_blocks():
+    _, blocks = split_config({"model_type": "lora"}, {"GH200_UVM_ACCESS_PATTERN": "gpu_first"})
+    assert blocks.ignored == (
+        "uvm_access_pattern has no effect inside SimpleTuner: it governs only what an extension "
+        "allocates in gracetune.unified_pool()",
+    )
+
+
+def test_managed_memory_that_is_off_is_not_reported():
+    off = {"gh200_optimizations": {"use_uvm": False, "managed": "off"}}
+    assert split_config(off, {"GRACETUNE_ALLOC_CONF": "use_uvm:False"})[1].ignored == ()
+    disabled = {"gh200_optimizations": {"use_uvm": True}, "use_gh200_trainer": False}
+    assert split_config(disabled, {})[1].ignored == ()
+
+
 def entry(**changes):
     return {"id": "pics", "type": "in_memory", "instance_data_dir": "/data", **changes}
 

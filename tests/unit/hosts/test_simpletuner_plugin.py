@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from fakes.platforms import simulated_machine
 
 from gracetune.config.schema import Gh200Section
 from gracetune.errors import ConfigError
@@ -21,7 +22,7 @@ from gracetune.hosts.simpletuner.plugin import (
     check_ramp_supported,
 )
 from gracetune.hosts.tensor_cache import LocalTensorMemory
-from gracetune.memory.platform import open_machine
+from gracetune.memory.platform import Link, open_machine
 from gracetune.train.batch_size_ramp import AccumulationRamp as OwnRamp
 from gracetune.units import GIB
 
@@ -235,6 +236,34 @@ def test_attaching_a_trainer_starts_the_ramp(accelerator):
     assert json.dumps(plugin.runtime)
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "first_accumulation", "warned"), [(32, 1, (4, 32, 32, 1)), (4, 1, None)]
+)
+def test_a_ramp_that_starts_below_one_micro_batch_names_its_real_first_size(
+    accelerator, caplog, batch_size, first_accumulation, warned
+):
+    """The numbers of the first guide: train_batch_size 32, initial_effective_batch_size 4."""
+    plugin = make_plugin()
+    section = {**CONFIG["gh200_optimizations"], "target_effective_batch_size": 128}
+    plugin.split_config({"train_batch_size": batch_size, "gh200_optimizations": section})
+    config = SimpleNamespace(train_batch_size=batch_size, gradient_accumulation_steps=4)
+    trainer = SimpleNamespace(accelerator=accelerator, config=config, state={"global_step": 0})
+    plugin.attach_trainer(trainer)
+    with accelerator.accumulate(torch.nn.Linear(1, 1)):
+        pass
+    assert config.gradient_accumulation_steps == first_accumulation
+    found = [each.args for each in caplog.records if "the ramp starts with" in each.msg]
+    assert found == ([] if warned is None else [warned])
+
+
+def test_a_ramp_that_cannot_grow_says_so(accelerator, caplog):
+    plugin = make_plugin()
+    plugin.split_config({**CONFIG, "train_batch_size": 32})
+    config = SimpleNamespace(train_batch_size=32, gradient_accumulation_steps=1)
+    plugin.attach_trainer(SimpleNamespace(accelerator=accelerator, config=config, state={}))
+    assert "the ramp has no effect: it starts and ends with 32 samples" in caplog.text
+
+
 def test_attaching_without_an_accelerator_or_a_ramp_changes_nothing(accelerator):
     plugin = make_plugin()
     plugin.attach_trainer(SimpleNamespace())  # its attributes are not even read
@@ -275,3 +304,19 @@ def test_a_data_set_is_staged_once(tmp_path):
 def test_settings_without_effect_are_logged(caplog):
     make_plugin().split_config({"cache_config": {"cache_dir": "x"}})
     assert "each dataset names the folder of its cache" in caplog.text
+
+
+def test_nothing_is_managed_although_it_is_asked_for(caplog):
+    """On a simulated GH200, nothing is allocated, and the hints of a batch are not applied."""
+    machine = simulated_machine(Link.COHERENT)
+    environment = {"GRACETUNE_ALLOC_CONF": "use_uvm:True"}
+    plugin = SimpleTunerPlugin(environment, lambda: machine, torch.Tensor.contiguous)
+    section = {"enable_uvm_hints": True, "use_uvm": True, "managed": ["optimizer"]}
+    plugin.split_config({"gh200_optimizations": section})
+    plugin.place_batch({"latents": torch.ones(1 << 16)})
+    stats = plugin.session.uvm_stats()
+    assert (stats["uvm.bytes.managed.peak"], stats["uvm.hints.applied"]) == (0, 0)
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    for words in ("gh200_optimizations.use_uvm", "gh200_optimizations.managed", "use_uvm:True"):
+        assert sum(text.startswith(f"{words} has no effect") for text in warnings) == 1
+    assert any("is unsupported: pageable host memory" in text for text in warnings)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gracetune.config.schema import CacheSection, Gh200Section, OptimizerSection
 from gracetune.errors import ConfigError
-from gracetune.hosts import load_block
+from gracetune.hosts import MANAGED_KEYS, idle_memory_settings, load_block
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,6 +72,8 @@ class AIToolkitBlocks:
     check_saves: bool = True
     """True to read every saved adapter file back and check it."""
     notices: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    """Messages about gracetune settings that have no effect inside ai-toolkit."""
 
 
 def uses_gracetune(process: Mapping[str, object]) -> bool:
@@ -129,6 +131,7 @@ def split_config(
         stage_timesteps=_switch(block, "stage_timesteps"),
         check_saves=_switch(block, "check_saves"),
         notices=loaded.notices,
+        ignored=idle_memory_settings("ai-toolkit", loaded.run.gh200_optimizations, environment),
     )
 
 
@@ -269,6 +272,12 @@ def _switch(block: Mapping[str, object], name: str) -> bool:
 
 def _check_known_keys(where: str, block: Mapping[str, object], known: tuple[str, ...]) -> None:
     for key in block:
+        if key in MANAGED_KEYS and key not in known:
+            raise ConfigError(
+                f"{where}.{key} has no effect inside ai-toolkit: weights, gradients, optimizer "
+                "state and batches belong to ai-toolkit, and gracetune's hooks put none of them "
+                "into managed memory. Remove it."
+            )
         if key not in known:
             close = get_close_matches(str(key), known, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""

@@ -96,6 +96,8 @@ class AIToolkitPlugin:
         rest, blocks = split_config(config, self.environment)
         for text in blocks.notices:
             self.notify(text)
+        for text in blocks.ignored:
+            self.notify(f"warning: {text}")
         self.session.hints_override = blocks.gh200.enable_uvm_hints
         if blocks.cache is not None:
             self._configure_memory(blocks.cache)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gracetune.config.schema import CacheSection, Gh200Section
 from gracetune.errors import ConfigError
-from gracetune.hosts import load_block
+from gracetune.hosts import idle_memory_settings, load_block
 from gracetune.hosts.in_memory_files import StagedDatasetConfig
 
 if TYPE_CHECKING:
@@ -74,12 +74,16 @@ def split_config(
     run = {**ours, **({"train_batch_size": batch_size} if isinstance(batch_size, int) else {})}
     loaded = load_block(run, "config.json", environment)
     enabled = loaded.run.use_gh200_trainer
+    ignored = (
+        *_ignored_settings(ours.get("cache_config")),
+        *idle_memory_settings("SimpleTuner", loaded.run.gh200_optimizations, environment),
+    )
     return rest, SimpleTunerBlocks(
         gh200=loaded.run.gh200_optimizations if enabled else Gh200Section(enable_uvm_hints=False),
         cache=loaded.run.cache_config if enabled and "cache_config" in ours else None,
         raw=dict(config),
         notices=loaded.notices if ours else (),
-        ignored=_ignored_settings(ours.get("cache_config")) if enabled else (),
+        ignored=ignored if enabled else (),
     )
 
 

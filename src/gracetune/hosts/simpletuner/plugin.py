@@ -191,6 +191,16 @@ class SimpleTunerPlugin:
             "GH200 gradient accumulation ramp enabled: %s -> %s micro-batches over %s",
             *(first, last, schedule.length),
         )
+        samples = first * schedule.samples_per_micro_batch
+        if samples != schedule.initial:
+            log.warning(
+                "gh200_optimizations.initial_effective_batch_size is %s, but the ramp starts with "
+                "%s samples: SimpleTuner's micro-batches always have train_batch_size samples (%s "
+                "on each of %s ranks). Lower train_batch_size to start smaller",
+                *(schedule.initial, samples, config.train_batch_size, accelerator.num_processes),
+            )
+        if first == last:
+            log.warning("the ramp has no effect: it starts and ends with %s samples", samples)
         log.warning(
             "SimpleTuner counts epochs and the learning-rate schedule with the configured "
             "gradient_accumulation_steps, %s; set max_train_steps instead of epochs",
