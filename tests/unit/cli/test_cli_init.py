@@ -264,7 +264,7 @@ def test_the_plan_of_a_small_model_is_printed(shared, capsys) -> None:
     call(shared, "--family", "sd15", "--memory", "12GB", "--out", "mine.yaml")
     said = capsys.readouterr().out
     assert "plan       needs " in said
-    assert "gracetune plan mine.yaml --machine h200-pcie --hbm 12GB" in said
+    assert "gracetune plan mine.yaml --machine h200-pcie --hbm 12GB --host-memory 128GB  #" in said
 
 
 PLANNED = [name for name, info in FAMILIES.items() if info.has_planner_shapes and name != "tiny"]

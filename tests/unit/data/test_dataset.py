@@ -192,6 +192,9 @@ def test_a_folder_without_images_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(DataError, match=r"datasets\[1\].*1 files, but no images.*\.avif \.bmp"):
         DatasetOpener(tmp_path).open(1)
+    (tmp_path / "clip.mp4").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"but no images\. It has videos: set dataset_type: video"):
+        DatasetOpener(tmp_path).open(1)
 
 
 def test_errors_name_the_setting_in_the_run_file(tmp_path: Path, images: Path) -> None:
