@@ -545,7 +545,7 @@ class CorruptionLog:
             self.write(self._report)
             more += f" (all of them in {self._report})"
         raise DataError(
-            f"dataset {dataset!r}: {len(broken)} of {total} samples cannot be read, but "
+            f"dataset {dataset!r}: {len(broken)} of {total} samples cannot be used, but "
             f"max_corruption_rate is {rate:g}: {named}{more}. Fix or remove these files, or raise "
             "max_corruption_rate."
         )

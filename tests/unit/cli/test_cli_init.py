@@ -236,7 +236,7 @@ def test_data_with_which_a_run_would_stop_is_refused() -> None:
         call("photos", "--family", "tiny", "--out", "mine.yaml")
     (folder / "3.txt").write_text("x")
     (folder / "2.png").write_bytes(b"broken")
-    with pytest.raises(DataError, match=r"(?s)1 of 8 samples cannot be read.*gracetune data check"):
+    with pytest.raises(DataError, match=r"(?s)1 of 8 samples cannot be used.*gracetune data check"):
         call("photos", "--family", "tiny", "--out", "mine.yaml")
     with pytest.raises(DataError, match="does not exist"):
         call("nowhere", "--out", "mine.yaml")
