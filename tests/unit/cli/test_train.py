@@ -34,7 +34,7 @@ def test_a_rehearsal_needs_nothing_that_the_run_needs(write, tmp_path, capsys):
         model={"family": "qwen_image", "quantize": "nf4", "transformer_file": "x.safetensors"},
         adapter={"rank": 4, "targets": ["to_k"], "overrides": {"transformer_blocks.0.*": {}}},
         cache_config={"vae_tiling": True, "persistent_cache": True, "cache_dir": "cache"},
-        datasets=[folders | {"resolution": 1024, "bucket_step": 64}],
+        datasets=[folders | {"resolution": 1024, "resolution_type": "edge", "max_aspect": 6}],
         train={"max_train_steps": 3000, "batch_size": 2, "timestep_shift": "qwen_image"},
         optimizer={"name": "prodigy", "schedule": "cosine", "warmup_steps": 100},
         logging={"trackers": ["wandb"], "webhooks": ["https://example.com/hook"]},
