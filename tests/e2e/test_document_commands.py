@@ -122,7 +122,7 @@ def shortened(command, page):
     command = command.replace("--frames 49", "--frames 5").replace("--repeats 5", "--repeats 2")
     words = shlex.split(command, comments=True)[1:]
     verb, is_large = words[0], "flux" in command or is_published(words[1:2])
-    is_large = is_large and "model.family=tiny" not in command
+    is_large = is_large and "model.family=tiny" not in command and "--rehearse" not in words
     if verb == "plan" and "--machine" not in words:
         words += ["--machine", "h200-pcie"]
     elif verb == "init":

@@ -10,7 +10,7 @@ from gracetune.atomic_files import write_text
 from gracetune.config.importers.detect import check_importable, import_files
 from gracetune.config.importers.report import format_report
 from gracetune.config.importers.write_run import format_run
-from gracetune.config.load import load_run_text
+from gracetune.config.load import load_imported
 from gracetune.config.parse_text import FORMATS_BY_SUFFIX
 from gracetune.errors import ConfigError
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     print(report, file=sys.stderr if output is None else sys.stdout)
     check_importable(imported)
     text = format_run(imported, text_format, ", ".join(map(str, args.files)))
-    load_run_text(text, text_format, f"the run file made from {args.files[0]}")
+    load_imported(imported, str(args.files[0]))
     if output is None:
         print(text, end="")
     else:

@@ -558,6 +558,7 @@ def _after(found: _Found, out: Path, request: RunRequest, platform: Platform) ->
     lines += ["next"]
     if found.plan is not None:
         here = platform.device >= 0
-        machine = "" if here else f" --machine h200-pcie --hbm {request.memory_gb:.3g}GB"
+        named = f" --machine h200-pcie --hbm {request.memory_gb:.3g}GB --host-memory 128GB"
+        machine = "" if here else f"{named}  # the RAM of that machine"
         lines.append(f"  gracetune plan {out}{machine}")
     return [*lines, f"  gracetune train {out}"]

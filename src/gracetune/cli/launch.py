@@ -27,7 +27,7 @@ HELP = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `gracetune launch`: those of `train`, and the processes to start."""
-    train.add_arguments(parser)
+    train.add_shared_arguments(parser)
     count = parser.add_mutually_exclusive_group()
     count.add_argument(
         "--gpus", type=int, metavar="N", help="GPUs to use on this machine (default: all)"

@@ -17,15 +17,35 @@ from gracetune.config.environment import (
     process_environment,
 )
 from gracetune.config.load import load_run_file
-from gracetune.errors import InterruptedRunError
+from gracetune.errors import ConfigError, InterruptedRunError
 from gracetune.train.preflight import check_before_torch
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     from gracetune.config.load import LoadedRun
     from gracetune.config.schema import RunFile
 
+REHEARSAL = (
+    "output_dir=runs/rehearsal",
+    *(f"model.{key}=null" for key in ("path", "revision", "transformer_file")),
+    *("model.family=tiny", "model.transformer_2_file=null", "model.quantize=none"),
+    *("model.frozen_compute=bf16", "model.dtype=auto", "model.task=auto"),
+    *("model.attention_mechanism=auto", "cache_config.vae_tiling=auto"),
+    *("cache_config.cache_dir=null", "cache_config.persistent_cache=false"),
+    *("datasets.*.resolution=32", "datasets.*.resolution_type=area", "datasets.*.max_aspect=3"),
+    *("datasets.*.bucket_step=null", "datasets.*.bucket_aspects=null"),
+    *("datasets.*.conditioning_data_dir=null", "datasets.*.cache_latents_to_disk=null"),
+    *("train.max_train_steps=20", "train.checkpoint_every=10", "train.experts=both"),
+    *("train.mixed_precision=auto", "optimizer.name=adamw", "optimizer.lr=1e-4"),
+    *("optimizer.warmup_steps=0", "logging.trackers=[]", "logging.webhooks=[]"),
+    *(f"validation.{key}=64" for key in ("width", "height")),
+    *(f"validation.prompts.*.{key}=64" for key in ("width", "height")),
+    *(f"validation.{key}=null" for key in ("frames", "seconds", "images")),
+    *(f"validation.prompts.*.{key}=null" for key in ("frames", "seconds", "images")),
+)
+"""Settings with which any run of images trains the model `tiny` for a few steps."""
 HELP = "train a model from a run file, or resume a run"
 PR_SET_PDEATHSIG = 1
 """From Linux's prctl.h: the signal that a process gets when its parent dies."""
@@ -33,6 +53,17 @@ PR_SET_PDEATHSIG = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `gracetune train`."""
+    add_shared_arguments(parser)
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="train 20 steps of the small model `tiny` with the data and settings of the run, in "
+        "runs/rehearsal; needs no model and no GPU",
+    )
+
+
+def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `gracetune launch` has, too."""
     add_run_file_arguments(parser)
     parser.add_argument(
         "--resume",
@@ -45,7 +76,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the run file and train."""
-    return run_training(load_run_file(args.run_file, args.overrides), args.resume)
+    load = load_rehearsal if args.rehearse else load_run_file
+    return run_training(load(args.run_file, args.overrides), args.resume)
+
+
+def load_rehearsal(path: str, overrides: Sequence[str]) -> LoadedRun:
+    """Load a run file with the settings of a rehearsal, which `overrides` may change again."""
+    adapter = load_run_file(path).run.adapter
+    changes = [*REHEARSAL]
+    if adapter is not None:
+        # The module names in these two settings are those of another model.
+        kept = adapter.model_dump_json(exclude={"targets", "overrides"})
+        changes += ["adapter=null", f"adapter={kept}"]
+    loaded = load_run_file(path, [*changes, *overrides])
+    for index, dataset in enumerate(loaded.run.datasets):
+        if dataset.dataset_type != "image":
+            raise ConfigError(
+                f"datasets[{index}].dataset_type is {dataset.dataset_type}, but a rehearsal trains "
+                f"`tiny`, which reads only images. `gracetune data check {path}` checks the data, "
+                f"and `gracetune plan {path}` the memory, without the model."
+            )
+    return loaded
 
 
 def run_training(loaded: LoadedRun, resume: str) -> int:

@@ -8,6 +8,7 @@ it. "Ours" below means gracetune's own keys and values, as in `schema.py`.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 
 EVERY_DATASET = ("datasets", "*")
+LISTS = frozenset(("datasets", "datasets.*.augmentations", "validation.prompts"))
+"""Lists of sections, in which an override with `*` for the index sets every item."""
 FSDP_SECTION = "fsdp_config"
 OVERRIDE = "override"
 """First word of the location of a value that the command line has set."""
@@ -83,7 +86,7 @@ def translate(parsed: ParsedText, name: str) -> Draft:
             _add_consistent(draft, target, _canonical_value(draft, target, value), origin)
     for path, target, value in for_every_dataset:
         origin = Origin(locate_line(name, parsed.lines, path), dotted(path))
-        for each in _expand_datasets(target, draft):
+        for each in _expand_lists(target, draft):
             _add_consistent(draft, each, _canonical_value(draft, each, value), origin)
     for path in parsed.lines:
         draft.origins.setdefault(path, Origin(locate_line(name, parsed.lines, path), dotted(path)))
@@ -97,11 +100,11 @@ def apply_override(draft: Draft, path: KeyPath, value: object, where: str) -> No
     the existing one. `where` says in messages where the new value comes from.
     """
     if isinstance(value, list):
-        for target in _expand_datasets(canonical_path((*path, 0), {})[:-1], draft):
+        for target in _expand_lists(canonical_path((*path, 0), {})[:-1], draft):
             _set_value(draft, target, [], Origin(where, dotted(path)))
     for ending, leaf in leaves(value):
         spelled = (*path, *ending)
-        for target in _expand_datasets(canonical_path(spelled, leaf), draft):
+        for target in _expand_lists(canonical_path(spelled, leaf), draft):
             ours = _canonical_value(draft, target, leaf)
             if ours != {} or not isinstance(_get_at(draft.tree, target), dict):
                 _set_value(draft, target, ours, Origin(where, dotted(spelled)))
@@ -289,16 +292,22 @@ def _set_implied(draft: Draft, key: str, value: object, reason: str = "") -> Non
             draft.notices.append(f"{key} is {word}, because {reason}.")
 
 
-def _expand_datasets(target: KeyPath, draft: Draft) -> list[KeyPath]:
-    """Replace the `*` of a path `datasets.*...` by the index of each dataset in the draft.
+def _expand_lists(target: KeyPath, draft: Draft) -> list[KeyPath]:
+    """Replace each `*` of a path such as `datasets.*.repeats` by the indices of all items.
 
-    Returns one path per dataset; another path is returned alone.
+    A missing list of datasets has one item; another missing list has none. Items that are no
+    sections, such as a prompt that is a text, are left out.
     """
-    if target[:2] != EVERY_DATASET:
-        return [target]
-    datasets = draft.tree.get("datasets")
-    count = len(datasets) if isinstance(datasets, list) and datasets else 1
-    return [("datasets", index, *target[2:]) for index in range(count)]
+    for place, step in enumerate(target):
+        if step == "*" and pattern_of(target[:place]) in LISTS:
+            head, rest = target[:place], target[place + 1 :]
+            found = _get_at(draft.tree, head)
+            items = found if isinstance(found, list) else []
+            indices = [i for i, item in enumerate(items) if isinstance(item, dict) or not rest]
+            if head == ("datasets",):
+                indices = list(range(len(items) or 1))
+            return [p for i in indices for p in _expand_lists((*head, i, *rest), draft)]
+    return [target]
 
 
 def _canonical_value(draft: Draft, path: KeyPath, value: object) -> object:
@@ -308,7 +317,7 @@ def _canonical_value(draft: Draft, path: KeyPath, value: object) -> object:
         return [value]
     if not isinstance(value, str | bool | None) or value not in VALUE_ALIASES.get(pattern, {}):
         return value
-    ours = VALUE_ALIASES[pattern][value]
+    ours = copy(VALUE_ALIASES[pattern][value])  # later keys are set in the copy
     if (pattern, value) in VALUE_REMARKS:
         reason = VALUE_REMARKS[pattern, value]
         draft.notices.append(f"{dotted(path)} is {value}, but {ours} is used, because {reason}.")

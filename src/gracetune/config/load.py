@@ -22,6 +22,7 @@ from gracetune.config.aliases import (
     OVERRIDE,
     REMOVED_KEYS,
     Draft,
+    Origin,
     apply_fsdp_settings,
     apply_implied_settings,
     apply_override,
@@ -64,8 +65,8 @@ if TYPE_CHECKING:
 
     from pydantic_core import ErrorDetails
 
-    from gracetune.config.aliases import Origin
     from gracetune.config.environment import EnvironmentSettings
+    from gracetune.config.importers.report import ImportedRun
     from gracetune.config.parse_text import KeyPath
 
 
@@ -109,7 +110,7 @@ def load_run_file(
         return LoadedRun(loaded.run, loaded.notices, file)
     imported = import_files([file])
     check_importable(imported)
-    loaded = _load_parsed(ParsedText(imported.run, {}), str(file), overrides, environment)
+    loaded = load_imported(imported, str(file), overrides, environment)
     summary = summarize(imported, str(file))
     return LoadedRun(loaded.run, (summary, *loaded.notices), file, summary)
 
@@ -128,13 +129,37 @@ def load_run_text(
     return _load_parsed(parse_text(text, format, name), name, overrides, environment)
 
 
+def load_imported(
+    imported: ImportedRun,
+    name: str,
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> LoadedRun:
+    """Load and validate the run file made from another trainer's config; see `load_run_file`.
+
+    Errors name the keys of that config, and what to do. `name` is its file.
+    """
+    origins = {_path(e.setting): Origin(e.file, e.key) for e in imported.keys if e.setting}
+    try:
+        return _load_parsed(
+            ParsedText(imported.run, {}), name, overrides, environment, imported_from=origins
+        )
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\nThis is about a config of {imported.tool}: change the key there. "
+            f"`gracetune import {name}` explains every key."
+        ) from None
+
+
 def _load_parsed(
     parsed: ParsedText,
     name: str,
     overrides: Sequence[str],
     environment: Mapping[str, str] | None,
+    imported_from: Mapping[KeyPath, Origin] | None = None,
 ) -> LoadedRun:
     draft = translate(parsed, name)
+    draft.origins |= imported_from or {}
     for each in overrides:
         _override(draft, each)
     fsdp = apply_fsdp_settings(draft)

@@ -284,9 +284,17 @@ def _sample_keys(
     known = EXTENSIONS[section.dataset_type]
     keys = [name for name in names if PurePosixPath(name).suffix.lower() in known]
     if not keys:
+        suffixes = {PurePosixPath(name).suffix.lower() for name in names}
+        others = [kind for kind in NOUNS if suffixes & EXTENSIONS[kind]]
+        fix = f"Known suffixes: {' '.join(sorted(known))}."
+        if others:
+            fix = (
+                f"It has {NOUNS[others[0]]}: set dataset_type: {others[0]}, and a model.family "
+                "that trains them, or name another folder."
+            )
         raise DataError(
             f"{setting}: {source.describe()} has {len(names)} files, but no "
-            f"{NOUNS[section.dataset_type]}. Known suffixes: {' '.join(sorted(known))}."
+            f"{NOUNS[section.dataset_type]}. {fix}"
         )
     return keys
 
@@ -537,7 +545,7 @@ class CorruptionLog:
             self.write(self._report)
             more += f" (all of them in {self._report})"
         raise DataError(
-            f"dataset {dataset!r}: {len(broken)} of {total} samples cannot be read, but "
+            f"dataset {dataset!r}: {len(broken)} of {total} samples cannot be used, but "
             f"max_corruption_rate is {rate:g}: {named}{more}. Fix or remove these files, or raise "
             "max_corruption_rate."
         )

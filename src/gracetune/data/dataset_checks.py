@@ -41,8 +41,9 @@ def check_kind(section: DatasetSection, index: int, family: Family) -> None:
     if section.dataset_type not in family.kinds:
         raise ConfigError(
             f"datasets[{index}].dataset_type is {section.dataset_type!r}, but {family.name} "
-            f"encodes only {' and '.join(PLURALS[kind] for kind in family.kinds)}. Set "
-            f"dataset_type: {family.kinds[0]}, or choose another model.family."
+            f"encodes only {' and '.join(PLURALS[kind] for kind in family.kinds)}. If it "
+            f"has {PLURALS[family.kinds[0]]}, set dataset_type: {family.kinds[0]}; otherwise set a "
+            f"model.family that trains {PLURALS[section.dataset_type]}."
         )
     _check_mask(section, index)
     controls = section.control_folders

@@ -260,11 +260,12 @@ def report_lines(report: DatasetReport) -> list[str]:
         ("dataset", [report.section.id]),
         ("data", [f"{report.where}, {report.num_files} files"]),
         (NOUNS[report.kind].removesuffix(" files"), _sample_lines(report)),
+        ("pairs", _pair_lines(report)),
         ("buckets", _bucket_lines(report)),
         ("captions", _caption_lines(report)),
         ("enlarged", _enlarged_lines(report)),
         ("duplicates", _duplicate_lines(report)),
-        ("broken", _broken_lines(report)),
+        ("left out", _broken_lines(report)),
         ("warning", list(report.warnings)),
         ("problem", list(report.problems)),
     )
@@ -298,6 +299,15 @@ def _sample_lines(report: DatasetReport) -> list[str]:
         shown = ", ".join(f"{rate:g} fps ({n})" for rate, n in rates.most_common(5))
         lines.append(f"{shown}; {min(frames)} to {max(frames)} frames")
     return lines
+
+
+def _pair_lines(report: DatasetReport) -> list[str]:
+    folders = report.section.control_folders
+    if not folders or not report.samples:
+        return []
+    found, total = len(report.samples), sum((report.suffixes or {}).values())
+    kind = "a control image" if found == total else "a usable control image"
+    return [f"{found} of {total} have {kind} in {' and '.join(map(printable, folders))}"]
 
 
 def _bucket_lines(report: DatasetReport) -> list[str]:
@@ -362,7 +372,7 @@ def _broken_lines(report: DatasetReport) -> list[str]:
     if not report.broken:
         return []
     shown = [f"{one.key}: {one.reason}" for one in report.broken]
-    return [f"unreadable: {len(shown)}", *_listed(shown)]
+    return [f"cannot be used: {len(shown)}", *_listed(shown)]
 
 
 def _listed(items: Sequence[str]) -> list[str]:

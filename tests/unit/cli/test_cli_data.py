@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -92,12 +93,37 @@ def test_the_text_names_every_finding(folder, capsys) -> None:
         "small.png: 24x24, enlarged 2.00 times to fill 48x48",
         "1.png = copy.png",
         "0.png ~ again.jpg",
-        "unreadable: 1\n             broken.png: not an image in a known format",
+        "left out   cannot be used: 1\n             broken.png: not an image in a known format",
         "problem    datasets[0].caption_strategy is 'auto': 1 of 10 samples have no caption: 4.png",
-        "1 of 10 samples cannot be read, but max_corruption_rate is 0.01",
+        "1 of 10 samples cannot be used, but max_corruption_rate is 0.01",
         "A run would stop: 2 problems.",
     ):
         assert line in text
+
+
+def test_pairs_are_counted_and_a_pair_that_differs_is_left_out(tmp_path, capsys) -> None:
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+        for index in range(5):
+            noise = Image.effect_noise((64, 48), 60 + index)
+            noise.convert("RGB").save(tmp_path / name / f"{index}.png")
+            (tmp_path / name / f"{index}.txt").write_text("make it winter")
+    dataset = {
+        "instance_data_dir": str(tmp_path / "after"),
+        "conditioning_data_dir": str(tmp_path / "before"),
+        "resolution": 48,
+    }
+    run = {"model": {"family": "qwen_image"}, "datasets": [dataset]}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert main(["data", "check", str(tmp_path / "run.json")]) == 0
+    line = f"pairs      5 of 5 have a control image in {tmp_path / 'before'}\n"
+    assert line in capsys.readouterr().out
+    Image.new("RGB", (64, 64)).save(tmp_path / "before" / "3.png")
+    assert main(["data", "check", str(tmp_path / "run.json")]) == 1
+    text = capsys.readouterr().out
+    assert "pairs      4 of 5 have a usable control image in" in text
+    assert "left out   cannot be used: 1\n             3.png: " in text
+    assert "unreadable" not in text
 
 
 def test_a_run_is_checked_with_its_own_settings_and_buckets(

@@ -236,7 +236,7 @@ def test_data_with_which_a_run_would_stop_is_refused() -> None:
         call("photos", "--family", "tiny", "--out", "mine.yaml")
     (folder / "3.txt").write_text("x")
     (folder / "2.png").write_bytes(b"broken")
-    with pytest.raises(DataError, match=r"(?s)1 of 8 samples cannot be read.*gracetune data check"):
+    with pytest.raises(DataError, match=r"(?s)1 of 8 samples cannot be used.*gracetune data check"):
         call("photos", "--family", "tiny", "--out", "mine.yaml")
     with pytest.raises(DataError, match="does not exist"):
         call("nowhere", "--out", "mine.yaml")
@@ -264,7 +264,7 @@ def test_the_plan_of_a_small_model_is_printed(shared, capsys) -> None:
     call(shared, "--family", "sd15", "--memory", "12GB", "--out", "mine.yaml")
     said = capsys.readouterr().out
     assert "plan       needs " in said
-    assert "gracetune plan mine.yaml --machine h200-pcie --hbm 12GB" in said
+    assert "gracetune plan mine.yaml --machine h200-pcie --hbm 12GB --host-memory 128GB  #" in said
 
 
 PLANNED = [name for name, info in FAMILIES.items() if info.has_planner_shapes and name != "tiny"]

@@ -2,6 +2,7 @@ import pytest
 
 from gracetune.config.aliases import (
     ALIASES,
+    LISTS,
     REMOVED_KEYS,
     VALUE_ALIASES,
     VALUE_REMARKS,
@@ -221,6 +222,22 @@ def test_overrides_can_set_list_items():
     assert [dataset.repeats for dataset in loaded.run.datasets] == [3, 3]
     assert loaded.notices == (), "it is no key of another tool"
     assert load(text, "model_type=lora", "lora_rank=2", "model_type=lora").run.adapter.rank == 2
+
+
+def test_overrides_can_set_all_items_of_every_list_of_sections():
+    known = {key[: key.rindex(".*.")] for key in known_keys() if ".*." in key}
+    assert known == LISTS
+    text = """{"datasets": [{"augmentations": [{"name": "flip"}, {"name": "hue"}]}, {"id": "b"}],
+        "validation": {"prompts": ["a", {"prompt": "b", "width": 512}, {"prompt": "c"}]}}"""
+    every = ("validation.prompts.*.width=64", "datasets.*.augmentations.*.probability=0.25")
+    loaded = load(text, *every)
+    first, *others = loaded.run.validation.prompts
+    assert first == "a", "a text has no width of its own"
+    assert [(each.prompt, each.width) for each in others] == [("b", 64), ("c", 64)]
+    assert [each.probability for each in loaded.run.datasets[0].augmentations] == [0.25, 0.25]
+    assert loaded.notices == ()
+    assert load("{}", every[0]).run.validation.prompts is None
+    assert "did you mean validation.prompts?" in refusal(text, "validation.promts.*.width=64")
 
 
 @pytest.mark.parametrize("key", ["datasets", "data_backend", "dataset"])

@@ -56,7 +56,7 @@ def test_the_error_names_the_first_files_and_the_fix() -> None:
     with pytest.raises(DataError) as caught:
         _build_log(8).check("cats", 10, 0.5)
     text = str(caught.value)
-    assert "'cats': 8 of 10 samples cannot be read, but max_corruption_rate is 0.5" in text
+    assert "'cats': 8 of 10 samples cannot be used, but max_corruption_rate is 0.5" in text
     assert "0.png (truncated); 1.png (truncated)" in text
     assert "4.png" in text
     assert "5.png" not in text

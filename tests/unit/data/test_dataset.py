@@ -109,7 +109,7 @@ def test_unreadable_images_are_skipped_and_named(images: Path, kind: str) -> Non
 def test_too_many_unreadable_images_stop_the_run(images: Path) -> None:
     (images / "broken.png").write_bytes(b"no")
     (images / "broken.txt").write_text("x")
-    with pytest.raises(DataError, match=r"1 of 3 samples cannot be read.*broken\.png"):
+    with pytest.raises(DataError, match=r"1 of 3 samples cannot be used.*broken\.png"):
         DatasetOpener(images, max_corruption_rate=0.33).open()
 
 
@@ -137,7 +137,7 @@ def test_a_caption_that_is_not_utf8_counts_as_an_unreadable_sample(images: Path,
     assert [sample.key for sample in opener.open().samples] == ["deep/b.PNG"]
     (entry,) = opener.log.entries
     assert (entry.key, entry.reason[:29]) == ("a.png", "its caption a.txt is not UTF-")
-    with pytest.raises(DataError, match=r"1 of 2 samples cannot be read.*a\.png \(its caption"):
+    with pytest.raises(DataError, match=r"1 of 2 samples cannot be used.*a\.png \(its caption"):
         DatasetOpener(images, type=kind).open()
     for path in images.rglob("*.txt"):
         path.write_bytes(b"\xff")
@@ -191,6 +191,9 @@ def test_files_in_the_output_folder_are_no_samples(
 def test_a_folder_without_images_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(DataError, match=r"datasets\[1\].*1 files, but no images.*\.avif \.bmp"):
+        DatasetOpener(tmp_path).open(1)
+    (tmp_path / "clip.mp4").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"but no images\. It has videos: set dataset_type: video"):
         DatasetOpener(tmp_path).open(1)
 
 

@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from gracetune.config.importers.simpletuner_keys import SimpleTunerFamily
 
 TOOL = "SimpleTuner"
+PERIODIC = ("cosine", "sine", "cosine_with_restarts")
+"""Schedules of SimpleTuner that fall and rise again; `lr_warmup_steps` is half their period."""
 NEEDS_IMAGES = "this model needs an input image for each prompt; set validation.images and every"
 
 
@@ -75,7 +77,7 @@ def import_config(files: SimpleTunerFiles) -> ImportedRun:
     import_adapter(config, family, files)
     _import_loop(config)
     _import_ranks(config, family.family)
-    _import_optimizer(config)
+    optimizer = _import_optimizer(config)
     _import_timesteps(config, family)
     _import_validation(config, files)
     if config.peek("data_backend_config") is not MISSING:
@@ -84,6 +86,7 @@ def import_config(files: SimpleTunerFiles) -> ImportedRun:
         config, files.datasets_name, files.datasets, takes_control=_edits_images(config)
     )
     _import_length(config, num_samples)
+    _import_schedule(config, optimizer)
     _report_unused(config)
     config.finish(KNOWN_KEYS)
     return imported
@@ -129,7 +132,9 @@ def _import_model(config: KeyReader, family: SimpleTunerFamily) -> None:
     if config.peek("model_family") == family.family:
         config.take("model_family", "model.family")
     else:
-        config.translate("model_family", "model.family", family.family)
+        why = "the family of Wan 2.1 and 2.2; model.path decides which"
+        why = why if family.family == "wan22" else ""
+        config.translate("model_family", "model.family", family.family, why)
     path = "pretrained_model_name_or_path"
     take_unless_off(config, path, "model.path", "model_flavour decides")
     _import_flavour(config, family, has_path=not is_off(config.peek(path)))
@@ -348,7 +353,7 @@ def _import_clipping(config: KeyReader) -> None:
     config.not_supported("max_grad_norm", f"{theirs}; {ours}")
 
 
-def _import_optimizer(config: KeyReader) -> None:
+def _import_optimizer(config: KeyReader) -> SimpleTunerOptimizer:
     imported = config.imported
     name = config.peek("optimizer")
     found = OPTIMIZERS.get("adamw_bf16" if name is MISSING else str(name))
@@ -380,7 +385,7 @@ def _import_optimizer(config: KeyReader) -> None:
         imported.default("optimizer.eps", options.get("eps", found.eps), why)
     decay = options.get("weight_decay", found.weight_decay)
     imported.default("optimizer.weight_decay", decay, why)
-    _import_schedule(config, found)
+    return found
 
 
 def _optimizer_options(config: KeyReader) -> dict[str, float]:
@@ -407,45 +412,74 @@ def _optimizer_options(config: KeyReader) -> dict[str, float]:
 
 
 def _import_schedule(config: KeyReader, optimizer: SimpleTunerOptimizer) -> None:
+    """Translate the learning-rate schedule, after the number of steps is known."""
     imported = config.imported
     name = str(config.peek("lr_scheduler")).lower()
     schedules = {
         "constant": ("constant", ""),
         "constant_with_warmup": ("constant", ""),
         "linear": ("linear", ""),
-        "cosine": ("cosine", "SimpleTuner repeats it; here it falls once, over the whole run"),
+        "cosine": ("cosine", ""),
         "cosine_with_warmup": ("cosine", "it falls once, over the whole run"),
         "cosine_with_restarts": ("cosine", "there are no restarts"),
         "sine": ("cosine", "it falls once, over the whole run"),
         "polynomial": ("linear", "the closest schedule; a power of 1 instead of lr_power"),
     }
     schedule, why = schedules.get(name, ("constant", ""))
+    steps = as_number(imported.get("train.max_train_steps")) or math.inf
+    rises = as_number(config.peek("lr_warmup_steps")) or 0
     if optimizer.name == "schedule_free":
         config.not_needed("lr_scheduler", "schedule_free has no schedule")
         schedule = "constant"
-    elif name in schedules:
-        if schedule == name:
-            config.take("lr_scheduler", "optimizer.schedule")
-        else:
-            config.translate("lr_scheduler", "optimizer.schedule", schedule, why)
-    else:
-        not_supported_unless_off(
-            config, "lr_scheduler", "set optimizer.schedule: constant, linear or cosine"
-        )
+    elif schedule != "constant" and rises >= steps and name not in PERIODIC:
+        schedule = "constant"
+        why = "lr_warmup_steps lasts for the whole run, so the rate only rises"
+    if schedule == name:
+        config.take("lr_scheduler", "optimizer.schedule")
+    elif name in schedules and "lr_scheduler" in config.unreported():
+        config.translate("lr_scheduler", "optimizer.schedule", schedule, why)
+    not_supported_unless_off(
+        config, "lr_scheduler", "set optimizer.schedule: constant, linear or cosine"
+    )
+    if name in PERIODIC and schedule != "constant" and rises:
+        _import_period(config, name, rises, steps)
     config.take("lr_warmup_steps", "optimizer.warmup_steps")
-    lr, end = as_number(imported.get("optimizer.lr")), as_number(config.peek("lr_end"))
-    if schedule == "constant" or not lr or lr < 0:
-        config.not_needed("lr_end", "the learning rate stays constant")
-    elif name in ("polynomial", "cosine", "sine", "cosine_with_restarts"):
-        share = round(min(1.0, (4e-7 if end is None else end) / lr), 6)
-        if config.peek("lr_end") is not MISSING:
-            config.translate("lr_end", "optimizer.final_lr_share", share)
-        else:
-            imported.default("optimizer.final_lr_share", share, "lr_end is 4e-7")
+    if schedule == "constant":
+        for key in ("lr_end", "lr_num_cycles"):
+            config.not_needed(key, "the learning rate does not fall")
+    elif name in ("polynomial", *PERIODIC):
+        _import_lowest_rate(config, steps / rises if name in PERIODIC and rises > steps else 1)
     config.not_needed("lr_end", "the learning rate falls to 0")
     config.not_needed("lr_power", "schedules are straight lines or cosines")
-    if schedule == "constant":
-        config.not_needed("lr_num_cycles", "the learning rate stays constant")
+
+
+def _import_lowest_rate(config: KeyReader, progress: float) -> None:
+    """Translate `lr_end`; `progress` is the share of the fall that the run reaches."""
+    imported = config.imported
+    lr, end = as_number(imported.get("optimizer.lr")), as_number(config.peek("lr_end"))
+    if not lr or lr < 0:
+        return
+    share = min(1.0, (4e-7 if end is None else end) / lr)
+    share = round(share + (1 - share) * (1 + math.cos(math.pi * progress)) / 2, 6)
+    if config.peek("lr_end") is not MISSING:
+        config.translate("lr_end", "optimizer.final_lr_share", share)
+    else:
+        imported.default("optimizer.final_lr_share", share, "lr_end is 4e-7")
+
+
+def _import_period(config: KeyReader, name: str, period: float, steps: float) -> None:
+    """Translate `lr_warmup_steps` of a schedule whose rate falls and rises in that many steps.
+
+    Few steps are meant as a warm-up by most users, so they become one. As many as the run has
+    cannot be one: the rate then falls during the whole run, which is gracetune's cosine.
+    """
+    setting, theirs = "optimizer.warmup_steps", f"SimpleTuner's {name} has no warm-up"
+    if period >= steps:
+        why = f"{theirs}; its rate falls for {int(period)} steps; here it falls over the whole run"
+        config.translate("lr_warmup_steps", setting, 0, why)
+    elif (count := as_int(config.peek("lr_warmup_steps"))) is not None:
+        why = f"{theirs}; its rate turns every {count} steps; here it rises for {count}, then falls"
+        config.translate("lr_warmup_steps", setting, count, why)
 
 
 def _import_length(config: KeyReader, num_samples: int | None) -> None:

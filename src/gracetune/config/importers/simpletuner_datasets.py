@@ -514,8 +514,8 @@ class _Dataset:
         for key in keys:
             if not as_bool(reader.peek("crop")):
                 reader.not_needed(key, "samples are always resized to their bucket")
-            elif is_closer:
-                self.not_supported(key, CLOSER_CROPS if key == keys[1] else f"see {keys[1]}")
+            elif is_closer and key == keys[1]:
+                self.not_supported(key, CLOSER_CROPS)
             else:
                 reader.not_needed(key, "samples are resized to their bucket before cropping")
 

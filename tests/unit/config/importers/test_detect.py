@@ -115,9 +115,14 @@ def test_a_refused_config_is_an_error_with_the_fix(tmp_path):
         load_run_file(path)
 
 
-def test_an_invalid_value_is_named_as_the_setting(tmp_path):
-    with pytest.raises(ConfigError, match=r'config.json: optimizer.lr is "fast"; it must be a'):
-        load_run_file(write(tmp_path, learning_rate="fast"))
+def test_an_invalid_value_is_named_as_the_other_tools_key(tmp_path):
+    path = write(tmp_path, learning_rate="fast")
+    with pytest.raises(ConfigError) as error:
+        load_run_file(path)
+    first, second = str(error.value).splitlines()
+    assert first.startswith(f'{path}: learning_rate (optimizer.lr) is "fast"; it must be a')
+    assert second.startswith("This is about a config of SimpleTuner: change the key there.")
+    assert load_run_file(path, ["optimizer.lr=1e-4"]).run.optimizer.lr == 1e-4
 
 
 def test_toml_and_environment_files_have_the_same_options(tmp_path):

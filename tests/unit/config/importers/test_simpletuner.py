@@ -70,6 +70,26 @@ def verdicts(imported):
             {"lr_scheduler": "polynomial", "learning_rate": 1e-4, "lr_end": 1e-5},
             {"optimizer.schedule": "linear", "optimizer.final_lr_share": 0.1},
         ),
+        (
+            {"lr_scheduler": "linear", "lr_warmup_steps": 100},
+            {"optimizer.schedule": "constant", "optimizer.warmup_steps": 100},
+        ),
+        (
+            {"lr_scheduler": "cosine", "lr_warmup_steps": 100, "lr_end": 0},
+            {
+                "optimizer.schedule": "cosine",
+                "optimizer.warmup_steps": 0,
+                "optimizer.final_lr_share": 0,
+            },
+        ),
+        (
+            {"lr_scheduler": "cosine", "lr_warmup_steps": 200, "lr_end": 0},
+            {"optimizer.warmup_steps": 0, "optimizer.final_lr_share": 0.5},
+        ),
+        (
+            {"lr_scheduler": "cosine", "lr_warmup_steps": 10},
+            {"optimizer.schedule": "cosine", "optimizer.warmup_steps": 10},
+        ),
         ({"max_grad_norm": 0.1, "grad_clip_method": "norm"}, {"train.max_grad_norm": 0.1}),
         ({"max_grad_norm": 0.1}, {"train.max_grad_norm": MISSING}),
         ({}, {"train.timestep_shift": 3.0, "train.batch_size": 4}),
@@ -445,7 +465,7 @@ def test_sizes_before_cropping_are_explained(convert):
     keys = ("maximum_image_size", "target_downsample_size")
     large, equal = {keys[0]: 1536, keys[1]: 1024}, {keys[0]: 1536, keys[1]: 512}
     found = verdicts(convert({"crop": True} | large))
-    assert found[f"0.{keys[0]}"] == ("not supported", "see target_downsample_size")
+    assert found[f"0.{keys[0]}"][0] == "not needed"
     verdict, text = found[f"0.{keys[1]}"]
     assert verdict == "not supported"
     assert "here an image is shrunk until the crop just fits" in text
@@ -454,9 +474,23 @@ def test_sizes_before_cropping_are_explained(convert):
         found = verdicts(convert(dataset))
         assert {found[f"0.{key}"][0] for key in keys if key in dataset} == {"not needed"}
     found = verdicts(convert({"crop": True}, **large))
-    assert {found[key][0] for key in keys} == {"not supported"}
+    assert [found[key][0] for key in keys] == ["not needed", "not supported"]
     found = verdicts(convert({"crop": False}, **large))
     assert {found[key][0] for key in keys} == {"not needed"}
+
+
+def test_a_warm_up_as_long_as_the_run_is_explained(convert):
+    """SimpleTuner's cosine falls in `lr_warmup_steps` steps; its linear schedule warms up."""
+    found = verdicts(convert(lr_scheduler="cosine", lr_warmup_steps=400))
+    verdict, text = found["lr_warmup_steps"]
+    assert verdict == "translated"
+    assert "cosine has no warm-up; its rate falls for 400 steps" in text
+    found = verdicts(convert(lr_scheduler="linear", lr_warmup_steps=400))
+    assert found["lr_scheduler"][0] == "translated"
+    assert "so the rate only rises" in found["lr_scheduler"][1]
+    found = verdicts(convert(lr_scheduler="cosine", lr_warmup_steps=10))
+    assert found["lr_warmup_steps"][0] == "translated"
+    assert "turns every 10 steps" in found["lr_warmup_steps"][1]
 
 
 def test_the_report_says_what_differs_and_what_to_do(convert):
@@ -475,3 +509,8 @@ def test_the_report_says_what_differs_and_what_to_do(convert):
     assert "logging.webhooks" in found["webhook_config"][1]
     assert "on a GPU it has no effect" in found["gradient_checkpointing"][1]
     assert "gracetune[optimizers]" in verdicts(convert(optimizer="bnb-adamw8bit"))["optimizer"][1]
+    found = verdicts(convert(model_family="wan", model_flavour=None, ignore_final_epochs=True))
+    assert found["ignore_final_epochs"] == ("not needed", "max_train_steps decides")
+    assert found["model_family"][1].endswith("Wan 2.1 and 2.2; model.path decides which")
+    found = verdicts(convert(offset_noise=True))
+    assert found["offset_noise"][1].endswith("left out; there is nothing to do")
