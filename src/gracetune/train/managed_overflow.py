@@ -399,7 +399,7 @@ class ManagedRun:
         asked = self.placements.get(role) or self.memory.default_placement(nbytes)
         placement = self.memory.placements_of(role) or asked
         self.roles[role] = self.roles.get(role, 0) + nbytes
-        total = self.memory.used_bytes
+        total = self.memory.used_bytes + self.memory.held_bytes
         cap = self.memory.cap_bytes
         self.emit(ManagedOverflow(step, role, nbytes, placement, reason, total, cap))
 

@@ -101,6 +101,15 @@ def test_forced_roles_are_lines_of_the_console(train, machine, recorder):
     ]
 
 
+def test_the_total_has_the_bytes_that_are_held(train, machine, recorder):
+    """The state of an optimizer is allocated in its first step."""
+    train(UVM | {"managed": ["optimizer", "ema"], "managed_memory": "1GB"})
+    first, second = recorder.of(ManagedOverflow)
+    assert first.role == "optimizer"
+    assert first.total == first.nbytes > 0
+    assert second.total == first.total + second.nbytes
+
+
 def test_statistics_equal_what_the_driver_has_allocated(train, machine, recorder):
     from gracetune.events.types import MemoryRoles, UnifiedMemory
 
