@@ -2,7 +2,7 @@
 #
 # A check is a function. It passes if every command in it succeeds; its output is shown if it fails.
 # A check that calls `skip REASON` tests something that this machine does not have. It is reported as
-# skipped, and does not count as passed.
+# skipped, and does not count as passed. `report_part` reports a part of a check as a check of its own.
 
 set -euo pipefail
 
@@ -35,9 +35,9 @@ usage_error() {
 
 # check NAME FUNCTION [ARGUMENT...]
 check() {
-    local name="$1" code=0
+    local name="$1" code=0 result part
     shift
-    rm -f "$WORK/skipped"
+    rm -f "$WORK/skipped" "$WORK/parts"
     # Not inside a condition: bash ignores `set -e` there, and a failing command would pass.
     set +e
     (
@@ -50,6 +50,14 @@ check() {
     if [[ $code -eq 0 ]]; then
         PASSED=$((PASSED + 1))
         echo "PASS  $name"
+        [[ ! -f "$WORK/parts" ]] || while read -r result part; do
+            case "$result" in
+                PASS) PASSED=$((PASSED + 1)) ;;
+                SKIP) SKIPPED=$((SKIPPED + 1)) ;;
+                *) FAILED+=("$part") ;;
+            esac
+            echo "$result  $part"
+        done <"$WORK/parts"
     elif [[ $code -eq $SKIP_CODE && -s "$WORK/skipped" ]]; then
         SKIPPED=$((SKIPPED + 1))
         echo "SKIP  $name: $(cat "$WORK/skipped")"
@@ -64,6 +72,11 @@ check() {
 skip() {
     echo "$1" >"$WORK/skipped"
     exit "$SKIP_CODE"
+}
+
+# report_part PASS|SKIP|FAIL TEXT: report a part of the check that calls it, if the rest passes.
+report_part() {
+    echo "$1 $2" >>"$WORK/parts"
 }
 
 # Print the result. Exit with 1 if a check failed, and with 77 if all were skipped.
@@ -133,14 +146,13 @@ attention() {
 # check_backends NAME FUNCTION BACKEND...: check each backend. A backend that this machine lacks is
 # skipped, and sdpa is checked in its place.
 check_backends() {
-    local name="$1" function="$2" backend before
+    local name="$1" function="$2" backend
     local checked=" "
     shift 2
     for backend in "$@"; do
-        before=$SKIPPED
         check "$name $backend" "$function" "$backend"
         checked+="$backend "
-        if [[ $SKIPPED -gt $before && "$checked $* " != *" sdpa "* ]]; then
+        if [[ -f "$WORK/skipped" && "$checked $* " != *" sdpa "* ]]; then
             check "$name sdpa, instead of $backend" "$function" sdpa
             checked+="sdpa "
         fi

@@ -22,7 +22,9 @@ INTRODUCTION = """# The forks' guides, line by line
 This page is for people who know the guides of the GH200 forks of SimpleTuner and ai-toolkit. It \
 lists every command, setting, variable, file and function that the five guides (000 to 004) name, \
 where gracetune has it, and which tests check its effect. `scripts/seed_table.py` writes the page \
-from `tests/seeds/table.yaml`; `tests/seeds/test_table.py` fails if a line of the guides has no row.
+from `tests/seeds/table.yaml`. `tests/seeds/test_table.py` fails if a command, code block, \
+variable, import or name of the guides has no row. Promises in prose have rows that were chosen by \
+hand, so one may be missing.
 """
 
 

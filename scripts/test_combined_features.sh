@@ -40,14 +40,48 @@ GH200_OPTIONS=(
     --cache_config.vae_cache_type unified_memory
 )
 
+# hints FOLDER NAME: report whether the run in a folder gave hints to the driver, as a part of a check.
+hints() {
+    local result
+    result="$("$PYTHON" - "$1/events.jsonl" "$ALLOW_CPU" "$2" <<'PY'
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+events = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
+counts = [event["hints"] for event in events if event["event"] == "unified_memory"][-1]
+texts = [event["text"] for event in events if event["event"] == "notice"]
+unused = [text for text in texts if text.startswith("managed memory is not in use")]
+if counts["applied"]:
+    print(f"PASS {sys.argv[3]}")
+elif not torch.cuda.is_available():
+    reason = "there is no GPU, so no hint can be applied"
+    if sys.argv[2] == "1":
+        print(f"SKIP {sys.argv[3]}: {reason}")
+    else:
+        print(f"FAIL {sys.argv[3]}: {reason} (to skip this, pass --allow-cpu)")
+elif counts["failed"] or unused:
+    print(f"FAIL {sys.argv[3]}: no hint was applied: {counts}. {' '.join(unused)}")
+else:
+    unsupported = counts["unsupported"]
+    print(f"SKIP {sys.argv[3]}: no hint was applied; {unsupported} are not supported here")
+PY
+    )"
+    report_part "${result%% *}" "${result#* }"
+}
+
 backend() {
     attention "$1" "${GH200_OPTIONS[@]}"
     grep -q '"event": "ramp_changed"' "attention-$1/events.jsonl"
+    hints "attention-$1" "hints with attention backend $1"
 }
 
 manual() {
     manual_validation "${GH200_OPTIONS[@]}"
     grep -q '"event": "ramp_changed"' manual/events.jsonl
+    hints manual "hints with validation on request"
 }
 
 staged_audio() {
@@ -94,9 +128,9 @@ PY
 for chosen in $(printf '%s\n' "${CHOSEN[@]}" | awk '!seen[$0]++'); do
     case "$chosen" in
         backend)
-            check_backends "hints and ramp with attention backend" backend "${BACKENDS[@]}"
+            check_backends "ramp with attention backend" backend "${BACKENDS[@]}"
             ;;
-        manual) check "hints and ramp with validation on request" manual ;;
+        manual) check "ramp with validation on request" manual ;;
         audio) check "audio in memory with hints" staged_audio ;;
     esac
 done

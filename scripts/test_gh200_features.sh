@@ -29,9 +29,22 @@ while [[ $# -gt 0 ]]; do
 done
 [[ ${#CHOSEN[@]} -gt 0 ]] || CHOSEN=(diagnostic uvm staging ramp)
 
+# Checks that the diagnosis has skipped, such as those that need a GPU, are reported by name.
 diagnostic() {
+    local skipped
     "$PYTHON" "$ROOT/gh200_diagnostic.py" --output report.json "${ALLOW[@]}"
+    skipped="$("$PYTHON" - <<'PY'
+import json
+
+checks = json.load(open("report.json"))["checks"]
+assert any(each["status"] == "OK" for each in checks), checks
+skipped = [each["name"] for each in checks if each["status"] == "SKIP"]
+if skipped:
+    print(f"{len(skipped)} of {len(checks)} checks: {', '.join(skipped)}")
+PY
+    )"
     test -s report.json
+    [[ -z "$skipped" ]] || report_part SKIP "diagnosis: $skipped"
 }
 
 # Managed memory must have been allocated and used: the check of the pool passed.

@@ -1,6 +1,7 @@
 """The test scripts of the guides pass if, and only if, the feature they test works."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -65,12 +66,38 @@ def test_checks_of_working_features_pass():
 
 @pytest.mark.slow
 def test_a_missing_attention_backend_is_skipped_by_name_and_sdpa_is_tested():
-    done = call("scripts/test_combined_features.sh", "--backend", "flash_attn_3")
+    words = ["--backend", "flash_attn_3", "--allow-cpu"]
+    done = call("scripts/test_combined_features.sh", *words)
     assert done.returncode == 0, done.stdout
-    name = "hints and ramp with attention backend"
+    name = "ramp with attention backend"
     assert f"SKIP  {name} flash_attn_3: flash_attn_3 cannot be used here: " in done.stdout
     assert f"PASS  {name} sdpa, instead of flash_attn_3" in done.stdout
-    assert done.stdout.endswith("1 passed, 1 skipped, 0 failed\n")
+    assert "SKIP  hints with attention backend sdpa: there is no GPU, so no hint" in done.stdout
+    assert done.stdout.endswith("1 passed, 2 skipped, 0 failed\n")
+
+
+def test_hints_that_were_not_applied_do_not_pass():
+    """The same holds for `--backend`, see above."""
+    done = call("scripts/test_combined_features.sh", "--manual", "--allow-cpu")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines() == [
+        "PASS  ramp with validation on request",
+        "SKIP  hints with validation on request: there is no GPU, so no hint can be applied",
+        "1 passed, 1 skipped, 0 failed",
+    ]
+    done = call("scripts/test_combined_features.sh", "--manual")
+    assert done.returncode == 1, done.stdout
+    assert "FAIL  hints with validation on request: there is no GPU" in done.stdout
+    assert done.stdout.endswith("1 passed, 1 failed\n")
+
+
+def test_skipped_checks_of_the_diagnosis_are_named():
+    done = call("scripts/test_gh200_features.sh", "--diagnostic", "--allow-cpu")
+    assert done.returncode == 0, done.stdout
+    passed, skipped, total = done.stdout.splitlines()
+    assert passed == "PASS  diagnosis"
+    assert re.match(r"SKIP  diagnosis: \d+ of \d+ checks: NUMA, pinned copies, ", skipped)
+    assert total == "1 passed, 1 skipped, 0 failed"
 
 
 def test_an_unknown_attention_backend_fails():

@@ -1,4 +1,8 @@
-"""Every line of the forks' guides has a row in `table.yaml`, whose tests exist."""
+"""Every item of the forks' guides has a row in `table.yaml`, whose tests exist.
+
+Items are commands, code blocks, variables, imports and names (see `seed_items.py`). Promises in
+prose have rows as well, but a program cannot tell whether one is missing.
+"""
 
 import ast
 import re

@@ -162,7 +162,7 @@ class CacheStores:
             limits = (
                 f"{kind} up to {format_bytes(self._budgets[kind].nbytes)}" for kind in unified
             )
-            text = f"cache type unified_memory: {' and '.join(limits)} are in host memory"
+            text = f"cache: type unified_memory: {' and '.join(limits)} are in host memory"
             if self._allocate_host(PAGE).is_pinned() and not self._ranks.shares_cache:
                 text = text.replace("host memory", "pinned host memory")
             why = "copies ahead of each step are faster than page faults of managed memory"

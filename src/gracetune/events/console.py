@@ -68,6 +68,7 @@ LABELS = frozenset(
         "experts",
         "finished",
         "gradients",
+        "memory",
         "model",
         "plan",
         "ramp",

@@ -388,7 +388,8 @@ class ManagedOverflow:
     last. With several, parts of the role differ, such as weights outside of blocks."""
     reason: str
     total: int
-    """Managed bytes of all roles afterwards."""
+    """Managed bytes of all roles afterwards, with those that are held for later allocations, such
+    as the state of an optimizer before its first step."""
     cap: int
     """Largest number of managed bytes."""
 

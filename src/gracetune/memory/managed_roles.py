@@ -326,9 +326,14 @@ class ManagedMemory:
         return self._accounting.current(Tier.MANAGED)
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of the cap that are kept for later allocations of all roles."""
+        return sum(self._held.values())
+
+    @property
     def free_bytes(self) -> int:
         """Bytes that the cap still allows, without those that are held for a role."""
-        return max(0, self.cap_bytes - self.used_bytes - sum(self._held.values()))
+        return max(0, self.cap_bytes - self.used_bytes - self.held_bytes)
 
     def room_for(self, role: ManagedRole) -> int:
         """Return the bytes that a role may still allocate: what is free, and what it holds."""

@@ -193,6 +193,11 @@ class MemorySession:
         return self.machine.platform.link is Link.COHERENT if setting is None else setting
 
     @property
+    def are_hints_default(self) -> bool:
+        """True if neither `hints_override` nor an environment variable is set."""
+        return self.hints_override is None and self.settings.uvm_hints is None
+
+    @property
     def wants_pool(self) -> bool:
         """True if a pool of CUDA managed memory should be used.
 
@@ -478,16 +483,21 @@ def managed_memory_notice(
     """Return the one line about managed memory: what is in it and why, or what is not in use.
 
     `access` is the setting `gh200_optimizations.managed_access`. The line names the effect of each
-    `uvm_*` setting, and which of the given `role_settings` have none. None if neither managed
-    memory nor such a setting was asked for.
+    `uvm_*` setting, and which of the given `role_settings` have none; it is a warning if one that
+    was given has none. None if neither managed memory nor such a setting was asked for.
     """
     roles_given = [f"gh200_optimizations.{name}" for name in role_settings]
     given = [*_given_settings(session.settings), *roles_given]
     idle = f"; no effect: {', '.join(given)}" if given else ""
     if not session.wants_pool:
+        off = "managed memory is off (use_uvm)"
         if session.hints_enabled:
-            return Notice(f"managed memory is off (use_uvm), so hints have no effect{idle}")
-        return Notice(f"managed memory is off (use_uvm){idle}") if idle else None
+            off += ", so hints have no effect"
+            if not idle and session.are_hints_default:
+                return Notice(f"memory: {off}")
+        elif not idle:
+            return None
+        return Notice(f"{off}{idle}", level="warning")
     pool = session.pool()
     roles = session.managed if session.use_uvm else None
     has_pool, has_roles = isinstance(pool, ManagedPool), isinstance(roles, ManagedMemory)
@@ -509,7 +519,9 @@ def managed_memory_notice(
     effects = "; ".join([text + f", {limit}", *pattern, *settings])
     if roles_given and not has_roles:
         effects += f"; no effect: {', '.join(roles_given)}, because use_uvm is not set"
-    return Notice(effects, level="info" if has_pool else "warning", fallback=not has_pool)
+    if not has_pool or "no effect: " in effects:
+        return Notice(effects, level="warning", fallback=not has_pool)
+    return Notice(f"memory: {effects}")
 
 
 def _given_settings(settings: MemorySettings) -> list[str]:

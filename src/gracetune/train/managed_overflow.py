@@ -153,7 +153,8 @@ def _placements(
     differing = [role for role in roles if placements[role] != access]
     if differing:
         text = f"gh200_optimizations.managed_access: {access} has no effect on "
-        emit(Notice(f"{text}{', '.join(differing)}, which is used in place"))
+        text += f"{', '.join(differing)}, which is used in place"
+        emit(Notice(text, level="warning"))
     return placements
 
 
@@ -290,6 +291,7 @@ class ManagedRun:
             elif role == "activations":  # allocated when a step offloads them
                 if role not in self.roles and plan is not None:
                     self._record(role, plan.host.activations, reason, 0)
+                    self._report_placed(role, plan.host.activations, reason)
             elif role == "ema":  # `build_ema` builds it there
                 continue
             elif role not in self.roles or (role == "weights" and self._frozen()):
@@ -309,12 +311,13 @@ class ManagedRun:
 
     def _checked_move(self, role: ManagedRole, reason: str) -> None:
         try:
-            self.move(role, reason)
+            nbytes = self.move(role, reason)
         except torch.OutOfMemoryError as error:
             raise RoleTooLargeError(
                 f"{SETTING} has {role}, which does not fit: {str(error).rstrip('.')}. Or take "
                 f"{role} out of {SETTING}."
             ) from error
+        self._report_placed(role, nbytes, reason)
 
     def move(self, role: ManagedRole, reason: str, step: int = 0, *, partly: bool = False) -> int:
         """Move a role to managed memory; return the bytes that were or will be allocated.
@@ -376,6 +379,7 @@ class ManagedRun:
             ) from error
         reason = SETTING if "ema" in self.forced else "plan"
         self._record("ema", self.ema.managed_nbytes, reason, 0)
+        self._report_placed("ema", self.ema.managed_nbytes, reason)
         return self.ema
 
     def wrap_engine(self, engine: CopyEngine) -> CopyEngine:
@@ -395,12 +399,14 @@ class ManagedRun:
         asked = self.placements.get(role) or self.memory.default_placement(nbytes)
         placement = self.memory.placements_of(role) or asked
         self.roles[role] = self.roles.get(role, 0) + nbytes
-        memory = self.memory
-        self.emit(
-            ManagedOverflow(
-                step, role, nbytes, placement, reason, memory.used_bytes, memory.cap_bytes
-            )
-        )
+        total = self.memory.used_bytes + self.memory.held_bytes
+        cap = self.memory.cap_bytes
+        self.emit(ManagedOverflow(step, role, nbytes, placement, reason, total, cap))
+
+    def _report_placed(self, role: ManagedRole, nbytes: int, reason: str) -> None:
+        """Report a role that the plan or the run file keeps in managed memory."""
+        text = f"memory: managed memory has {ROLE_NAMES[role]}, {format_bytes(nbytes)} ({reason})"
+        self.emit(Notice(text))
 
     def overflow(self, reason: str, step: int) -> bool:
         """Move the next role that is on the device, after an out-of-memory error.

@@ -212,7 +212,8 @@ def enable_gradient_checkpointing(family: Family, unplanned: str, emit: Emit) ->
     if unplanned:
         family.enable_gradient_checkpointing()
     else:
-        emit(Notice("train.gradient_checkpointing has no effect: the plan decides for each block"))
+        text = "plan: train.gradient_checkpointing has no effect: the plan decides for each block"
+        emit(Notice(text))
 
 
 def reason_unplanned(run: RunFile, device: torch.device) -> str:

@@ -30,6 +30,7 @@ from gracetune.config.schema import Gh200Section
 from gracetune.data.batch_order import LoaderState
 from gracetune.data.sample import Batch
 from gracetune.errors import ConfigError, DataError
+from gracetune.events.console import notice_lines
 from gracetune.memory.managed_pool import ManagedPool, PoolUnavailable
 from gracetune.memory.platform import Link, Machine
 from gracetune.memory.session import MemorySession
@@ -120,9 +121,28 @@ def test_a_run_says_which_settings_of_managed_memory_have_no_effect(
         "PYTORCH_CUDA_ALLOC_CONF", f"{conf}uvm_oversubscription_ratio:5.0,uvm_stage1_threshold:0.2"
     )
     build_batch_transfer(Gh200Section(enable_uvm_hints=hints), CPU, recorder)
-    (text,) = (text for text in recorder.texts() if text.startswith("managed memory"))
-    assert text.startswith(start)
-    assert text.endswith("no effect: uvm_oversubscription_ratio, uvm_stage1_threshold")
+    (notice,) = (e for e in recorder.events if e.text.startswith("managed memory"))
+    assert notice.text.startswith(start)
+    assert notice.text.endswith("no effect: uvm_oversubscription_ratio, uvm_stage1_threshold")
+    assert notice.level == "warning"
+
+
+def test_roles_without_use_uvm_are_a_warning_on_the_console(recorder):
+    build_batch_transfer(Gh200Section(managed=("optimizer",)), CPU, recorder)
+    lines = [line for event in recorder.events for line in notice_lines(event)]
+    text = "managed memory is off (use_uvm); no effect: gh200_optimizations.managed"
+    assert lines == [f"warning    {text}"]
+
+
+@pytest.mark.parametrize(("hints", "label"), [(None, "memory"), (True, "warning")])
+def test_hints_without_managed_memory_are_a_warning_only_if_they_were_set(hints, label):
+    session = simulated_session(Link.COHERENT, "use_uvm:False", None)
+    session.hints_override = hints
+    (line,) = notice_lines(managed_memory_notice(session))
+    assert line.split(maxsplit=1) == [
+        label,
+        "managed memory is off (use_uvm), so hints have no effect",
+    ]
 
 
 def simulated_session(link, conf, pool, failing=None):
@@ -145,8 +165,8 @@ NO_SHIM = PoolUnavailable("the memory shim was not built")
     [
         (
             *(Link.COHERENT, "use_uvm:True,uvm_oversubscription_ratio:3", POOL),
-            "managed memory: batches, and what the device has no space for, at most 24.0 GiB "
-            "(uvm_oversubscription_ratio 3)",
+            "memory: managed memory: batches, and what the device has no space for, at most 24.0 "
+            "GiB (uvm_oversubscription_ratio 3)",
         ),
         (
             *(Link.COHERENT, "use_uvm:True,uvm_oversubscription_ratio:5", POOL),
@@ -155,8 +175,8 @@ NO_SHIM = PoolUnavailable("the memory shim was not built")
         ),
         (
             *(Link.MANAGED, "use_uvm:True,uvm_access_pattern:balanced", POOL),
-            "managed memory: batches, and what the device has no space for, at most 2.0 GiB "
-            "(1/4 of the free device memory); uvm_access_pattern: batches stay where they were "
+            "memory: managed memory: batches, and what the device has no space for, at most 2.0 "
+            "GiB (1/4 of the free device memory); uvm_access_pattern: batches stay where they were "
             "used last, and what overflows stays where it was used last",
         ),
         (
@@ -169,8 +189,8 @@ NO_SHIM = PoolUnavailable("the memory shim was not built")
         ),
         (
             *(Link.COHERENT, "uvm_stage1_threshold:0.5", POOL),
-            "managed memory: batches, at most 28.0 GiB (host memory); memory is reclaimed if less "
-            "than 4.0 GiB are free",
+            "memory: managed memory: batches, at most 28.0 GiB (host memory); memory is reclaimed "
+            "if less than 4.0 GiB are free",
         ),
         (
             *(Link.COHERENT, "use_uvm:True", NO_SHIM),
@@ -183,6 +203,8 @@ def test_a_run_says_what_is_in_managed_memory_and_what_settings_govern(link, con
     notice = managed_memory_notice(simulated_session(link, conf, pool))
     assert notice.text == text
     assert notice.fallback is (pool is NO_SHIM)
+    assert (notice.level == "warning") is (pool is NO_SHIM or "no effect" in text)
+    assert notice_lines(notice), "the console shows it"
 
 
 # PinnedStaging

@@ -10,6 +10,7 @@ from gracetune.cache.shard_store import ShardStore
 from gracetune.cache.shared_tier import SharedTier
 from gracetune.config.schema import RunFile
 from gracetune.data.bulk_copy import MissingBulkCopier
+from gracetune.events.console import notice_lines
 
 
 @pytest.mark.parametrize(
@@ -32,8 +33,10 @@ def test_the_run_file_chooses_the_stores(cache, dataset, latents, text, recorder
 def test_unified_memory_reports_where_entries_live(recorder, tmp_path):
     run = RunFile.model_validate({"cache_config": {"vae_cache_type": "unified_memory"}})
     CacheStores(run, tmp_path, recorder)
-    (text,) = (text for text in recorder.texts() if "unified_memory" in text)
-    assert "are in host memory, not in managed memory: copies ahead of each step are" in text
+    (notice,) = (event for event in recorder.events if "unified_memory" in event.text)
+    (line,) = notice_lines(notice)
+    assert line.startswith("cache      type unified_memory: latents up to ")
+    assert "are in host memory, not in managed memory: copies ahead of each step are" in line
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -84,11 +84,13 @@ def test_warnings_fallbacks_and_labelled_notices_are_shown_and_others_are_not() 
         Notice("only in the log"),
         Notice("other: only in the log"),
         Notice("plan: 34 of 57 blocks streamed"),
+        Notice("memory: managed memory: batches, at most 2.0 GiB"),
         Notice("two\nlines", "warning"),
         Notice("c", fallback=True),
         Notice("d", "warning", fallback=True),
     ) == [
         "plan       34 of 57 blocks streamed",
+        "memory     managed memory: batches, at most 2.0 GiB",
         "warning    two",
         "           lines",
         "fallback   c",

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError, RunFailedError
+from gracetune.events.console import notice_lines
 from gracetune.events.types import ManagedOverflow, Notice, StepDone
 from gracetune.plan import planner
 from gracetune.plan.managed import managed_choices
@@ -21,6 +22,7 @@ from gracetune.plan.search import predict
 from gracetune.plan.simulate import candidate_of
 from gracetune.train import step as stepping
 from gracetune.train.run import run_training
+from gracetune.units import format_bytes
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
 UVM = {"use_uvm": True}
@@ -77,10 +79,35 @@ def test_forced_roles_change_no_bit(train, machine, recorder, access):
     # Gradients, and what is outside of blocks, are used at unknown moments.
     prefetched = {event.role for event in events if "prefetch" in event.placement}
     assert prefetched == ({"trained", "optimizer", "ema"} if access == "prefetch" else set())
-    notices = [text for text in recorder.texts() if "has no effect on gradients" in text]
-    assert len(notices) == len(prefetched) // 3
+    notices = [
+        notice for notice in recorder.of(Notice) if "has no effect on gradients" in notice.text
+    ]
+    assert [notice.level for notice in notices] == ["warning"] * (len(prefetched) // 3)
     moved = sum(machine.traffic.prefetched.to_device for machine in machine.drivers)
     assert (moved > 0) == (access == "prefetch")
+
+
+def test_forced_roles_are_lines_of_the_console(train, machine, recorder):
+    train(UVM | {"managed": ["optimizer", "ema"], "managed_memory": "1GB"})
+    events = {event.role: event for event in recorder.of(ManagedOverflow)}
+    lines = [line for notice in recorder.of(Notice) for line in notice_lines(notice)]
+    assert [line for line in lines if "managed memory has" in line] == [
+        f"memory     managed memory has {name}, {format_bytes(events[role].nbytes)} "
+        "(gh200_optimizations.managed)"
+        for role, name in (
+            ("optimizer", "the optimizer state"),
+            ("ema", "the moving average of the weights"),
+        )
+    ]
+
+
+def test_the_total_has_the_bytes_that_are_held(train, machine, recorder):
+    """The state of an optimizer is allocated in its first step."""
+    train(UVM | {"managed": ["optimizer", "ema"], "managed_memory": "1GB"})
+    first, second = recorder.of(ManagedOverflow)
+    assert first.role == "optimizer"
+    assert first.total == first.nbytes > 0
+    assert second.total == first.total + second.nbytes
 
 
 def test_statistics_equal_what_the_driver_has_allocated(train, machine, recorder):
