@@ -34,6 +34,7 @@ from gracetune.config.importers.simpletuner_keys import (
     SimpleTunerOptimizer,
 )
 from gracetune.config.importers.values import (
+    EMPTY,
     PLANNED_CHECKPOINTING,
     as_bool,
     as_int,
@@ -682,11 +683,20 @@ def _import_prompts(
 # The other keys
 
 
+VAE_KEY, MODEL_KEY = "pretrained_vae_model_name_or_path", "pretrained_model_name_or_path"
+
+
 def _report_unused(config: KeyReader) -> None:
     """Report the keys of the tables: features that gracetune lacks, and keys without effect."""
     for key in config.unreported():
         feature = next((prefix for prefix in FEATURES if key.startswith(prefix)), None)
-        if key in NOT_NEEDED:
+        if key == VAE_KEY and config.peek(key) not in (config.peek(MODEL_KEY), *EMPTY):
+            config.not_supported(
+                key,
+                "the VAE of model.path is used, in fp32, so that a VAE that was changed for fp16 "
+                "is not needed. To use another VAE, put it into the folder vae of model.path",
+            )
+        elif key in NOT_NEEDED:
             config.not_needed(key, NOT_NEEDED[key])
         elif key in NOT_SUPPORTED:
             not_supported_unless_off(config, key, NOT_SUPPORTED[key])

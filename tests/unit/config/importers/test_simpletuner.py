@@ -250,6 +250,16 @@ def test_control_images_of_a_model_without_them_are_not_supported(convert):
     assert verdicts(imported)["0.conditioning_data"][0] == "not supported"
 
 
+@pytest.mark.parametrize(
+    ("vae", "verdict"),
+    [("madebyollin/sdxl-vae-fp16-fix", "not supported"), ("base", "not needed")],
+)
+def test_another_vae_is_not_supported(convert, vae, verdict):
+    key = "pretrained_vae_model_name_or_path"
+    imported = convert([DATASET], pretrained_model_name_or_path="base", **{key: vae})
+    assert verdicts(imported)[key][0] == verdict
+
+
 def test_epochs_become_steps_if_the_samples_can_be_counted(convert, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
