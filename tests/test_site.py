@@ -151,6 +151,13 @@ def test_a_page_says_what_its_commands_need(page):
         assert re.search(words, prose), f"{command} needs {need}"
 
 
+def test_the_start_page_links_to_every_page():
+    start = ROOT / "docs" / "index.md"
+    links = re.findall(r"\]\(([^)#\s]+)", start.read_text(encoding="utf-8"))
+    linked = {(start.parent / link).resolve() for link in links}
+    assert set(PAGES) - linked == {start}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_plan_without_a_machine_is_said_to_be_for_the_gpu_of_this_machine(page):
     """`gracetune plan` without `--machine` measures a GPU; a page must not say otherwise."""
