@@ -25,9 +25,9 @@ gracetune has it, and which tests check its effect. `000:43` is line 43 of guide
 
 GUIDES
 
-`scripts/seed_table.py` writes the page from `tests/seeds/table.yaml`. `tests/seeds/test_table.py` fails if a command, code block, \
-variable, import or name of the guides has no row. Promises in prose have rows that were chosen by \
-hand, so one may be missing.
+`scripts/seed_table.py` writes the page from `tests/seeds/table.yaml`. `tests/seeds/test_table.py` \
+fails if a command, code block, variable, import or name of the guides has no row. Promises in \
+prose have rows that were chosen by hand, so one may be missing.
 """
 
 
