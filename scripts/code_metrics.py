@@ -5,7 +5,7 @@
 Prints a table with a column for the whole tree and, where there are several, one for each top-level
 package. Every `.py` file under `--src` counts; symlinked folders (`src/gracetune/examples`) do not.
 
-Definitions, chosen so that numbers quoted before this script existed can be compared:
+Definitions:
 
 lines
     All lines, blank ones and comments included.

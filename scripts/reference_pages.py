@@ -91,7 +91,8 @@ def commands_page() -> Iterator[str]:
     yield (
         "The exit code is 0 for success, 1 for a failure, 2 for a mistake in the arguments or the "
         "run file, 3 if `baseline compare` cannot decide, 130 if the command was interrupted after "
-        "it had saved its work, and 141 if its output pipe was closed, for example by `head`."
+        "it had saved its work, and 141 if its output pipe was closed, for example by `head`. "
+        "`launch` ends with 128 + N if signal N killed a rank."
     )
     yield ""
     for name, (module, _) in VERBS.items():

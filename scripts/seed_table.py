@@ -13,18 +13,21 @@ import yaml
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "seeds"))
 
-from seed_items import seed_items  # noqa: E402
+from seed_items import SEEDS, seed_items  # noqa: E402
 
 TABLE = ROOT / "tests" / "seeds" / "table.yaml"
 PAGE = ROOT / "docs" / "seeds.md"
 INTRODUCTION = """# The forks' guides, line by line
 
 This page is for people who know the guides of the GH200 forks of SimpleTuner and ai-toolkit. It \
-lists every command, setting, variable, file and function that the five guides (000 to 004) name, \
-where gracetune has it, and which tests check its effect. `scripts/seed_table.py` writes the page \
-from `tests/seeds/table.yaml`. `tests/seeds/test_table.py` fails if a command, code block, \
-variable, import or name of the guides has no row. Promises in prose have rows that were chosen by \
-hand, so one may be missing.
+lists every command, setting, variable, file and function that the five guides name, where \
+gracetune has it, and which tests check its effect. `000:43` is line 43 of guide 000:
+
+GUIDES
+
+`scripts/seed_table.py` writes the page from `tests/seeds/table.yaml`. `tests/seeds/test_table.py` \
+fails if a command, code block, variable, import or name of the guides has no row. Promises in \
+prose have rows that were chosen by hand, so one may be missing.
 """
 
 
@@ -35,7 +38,7 @@ def page(text: str) -> str:
     tested = sum("tests" in row and "todo" not in row for row in rows)
     partly = sum("todo" in row for row in rows)
     lines = [
-        INTRODUCTION,
+        INTRODUCTION.replace("GUIDES", "\n".join(_guides())),
         f"{len(rows)} promises with {len(places)} items: {tested} are kept and tested, {partly} "
         f"are kept in part (see *missing*), {len(rows) - tested - partly} without a test.",
     ]
@@ -46,6 +49,16 @@ def page(text: str) -> str:
             lines += ["|---|---|---|"]
         lines.append(_row(row, places))
     return "\n".join(lines) + "\n"
+
+
+def _guides() -> Iterator[str]:
+    """Yield a table of the guides: number, title and the copy that the line numbers belong to."""
+    yield "| number | guide | copy with these lines |"
+    yield "|---|---|---|"
+    for file in sorted(SEEDS.glob("*.txt")):
+        title = file.read_text("utf-8").partition("\n")[0].removeprefix("# ")
+        path = file.relative_to(ROOT).as_posix()
+        yield f"| {file.name[:3]} | {title} | [`{file.name}`](../{path}) |"
 
 
 def _headings(text: str) -> Iterator[tuple[str, str]]:

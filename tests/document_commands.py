@@ -68,6 +68,9 @@ WORDS = {
 }
 """Words by which a page says that its commands need this, by the first words of a need."""
 
+PLANS_HERE = re.compile(r"the GPU (in|of) this machine")
+"""Words by which a page says that `gracetune plan` without `--machine` measures a GPU."""
+
 
 class Block(NamedTuple):
     """A block of code in a page."""
@@ -117,6 +120,11 @@ def commands(page: Path) -> list[str]:
             end = heredoc[1] if heredoc else end
             found.append(line)
     return found
+
+
+def plans_here(command: str) -> bool:
+    """Return True if the command plans for the GPU of the machine on which it runs."""
+    return command.startswith("gracetune plan ") and "--machine" not in command
 
 
 def missing_for(command: str) -> str:

@@ -8,7 +8,18 @@ import sys
 
 import pytest
 import yaml
-from document_commands import NEEDS, PAGES, ROOT, SHELLS, WORDS, blocks, commands, missing_for
+from document_commands import (
+    NEEDS,
+    PAGES,
+    PLANS_HERE,
+    ROOT,
+    SHELLS,
+    WORDS,
+    blocks,
+    commands,
+    missing_for,
+    plans_here,
+)
 
 from gracetune.config.checks import check_run
 from gracetune.config.load import load_run_text
@@ -138,6 +149,20 @@ def test_a_page_says_what_its_commands_need(page):
         need = missing_for(command)
         words = next((words for start, words in WORDS.items() if need.startswith(start)), "")
         assert re.search(words, prose), f"{command} needs {need}"
+
+
+def test_the_start_page_links_to_every_page():
+    start = ROOT / "docs" / "index.md"
+    links = re.findall(r"\]\(([^)#\s]+)", start.read_text(encoding="utf-8"))
+    linked = {(start.parent / link).resolve() for link in links}
+    assert set(PAGES) - linked == {start}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_plan_without_a_machine_is_said_to_be_for_the_gpu_of_this_machine(page):
+    """`gracetune plan` without `--machine` measures a GPU; a page must not say otherwise."""
+    if any(plans_here(command) for command in commands(page)):
+        assert PLANS_HERE.search(page.read_text(encoding="utf-8")), page.name
 
 
 def test_every_need_is_used_and_names_files_that_exist():

@@ -17,14 +17,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from document_commands import PAGES, ROOT, commands, missing_for
+from document_commands import PAGES, PLANS_HERE, ROOT, commands, missing_for, plans_here
 from fakes.hub_server import Repository, serve_hub, use_hub
 from PIL import Image
 
 from gracetune.cli.main import main
 
 pytestmark = pytest.mark.timeout(1800)
-QUICK = ("ai-toolkit.md", "dashboard.md", "data-sources.md", "install.md", "preparing-data.md")
+QUICK = (
+    "ai-toolkit.md",
+    "dashboard.md",
+    "data-sources.md",
+    "install.md",
+    "preparing-data.md",
+    "slurm.md",
+)
 """Pages whose commands take a few seconds altogether, with the model `tiny` at most."""
 
 HUB = {
@@ -116,14 +123,17 @@ SMALL_TRAIN = (
 
 
 def shortened(command, page):
-    """Return the words of a command, with smaller sizes and fewer steps."""
+    """Return the words of a command, with smaller sizes and fewer steps.
+
+    A plan gets a machine only if its page says that it is for the GPU of the reader's machine.
+    """
     command = command.replace("train.max_train_steps=1000", "train.max_train_steps=4")
     command = re.sub(r"--at [\d,]+", lambda at: "--at 0,2,4" if "," in at[0] else "--at 4", command)
     command = command.replace("--frames 49", "--frames 5").replace("--repeats 5", "--repeats 2")
     words = shlex.split(command, comments=True)[1:]
     verb, is_large = words[0], "flux" in command or is_published(words[1:2])
     is_large = is_large and "model.family=tiny" not in command and "--rehearse" not in words
-    if verb == "plan" and "--machine" not in words:
+    if plans_here(command) and PLANS_HERE.search(page.read_text(encoding="utf-8")):
         words += ["--machine", "h200-pcie"]
     elif verb == "init":
         words += [] if "--yes" in words else ["--yes"]
@@ -132,7 +142,7 @@ def shortened(command, page):
     elif verb in ("train", "launch"):
         settings = SMALL_TRAIN if is_large else SHORT_TRAIN
         words += [word for setting in settings for word in ("--set", setting)]
-        words += ["--set", "datasets.0.frames=5"] if page == "first-lora-wan.md" else []
+        words += ["--set", "datasets.0.frames=5"] if page.name == "first-lora-wan.md" else []
     elif verb == "sample":
         words += ["--steps", "2", *(("--size", "64x64") if is_large else ())]
     elif verb == "check":
@@ -283,7 +293,7 @@ def run_commands(page, capsys):
     for name in uses_runs(page):
         assert main(["train", "mine.yaml", "--set", f"output_dir=runs/{name}"]) == 0
     for command in executed(page):
-        words = shortened(command, page.name)
+        words = shortened(command, page)
         code = main(words)
         shown = capsys.readouterr()
         undecided = words[:2] == ["baseline", "compare"] and code == 3
