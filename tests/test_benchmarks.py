@@ -60,7 +60,13 @@ def _restored(monkeypatch):
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(path, marks=[pytest.mark.slow] * (path.stem in LONG_REHEARSALS), id=path.stem)
+        pytest.param(
+            path,
+            marks=(pytest.mark.slow, pytest.mark.timeout(1800))
+            if path.stem in LONG_REHEARSALS
+            else (),
+            id=path.stem,
+        )
         for path in SCRIPTS
     ],
 )

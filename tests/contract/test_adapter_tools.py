@@ -188,7 +188,10 @@ def test_default_files_load_in_the_pipeline_of_every_variant(model, kind, tmp_pa
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "family",
-    ["flux", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "flux")],
+    [
+        pytest.param(f, marks=() if f in ("flux", "ideogram4") else pytest.mark.slow)
+        for f in FAMILIES
+    ],
 )
 def test_a_default_file_loads_where_a_run_says_and_is_sampled_right(
     family, kind, transformers, tmp_path
@@ -205,6 +208,17 @@ def test_a_default_file_loads_where_a_run_says_and_is_sampled_right(
         install_adapters({"": changed}, [(read_adapter(path, TABLES, adapter.table), 1.0)], undo)
         assert effect.error(lambda: copy.deepcopy(changed)) <= MAX_ERROR
     assert torch.equal(predict(family, changed), effect.plain), "it was not removed"
+
+
+@pytest.mark.parametrize("kind", ["loha", "lokr"])
+def test_a_file_without_a_form_for_comfyui_is_not_to_be_converted(kind, transformers, tmp_path):
+    adapter = make_adapter("ideogram4", kind, transformers["ideogram4"], 3.0)
+    assert loading_tools(adapter) == ()
+    path = write_adapter(tmp_path / "a.safetensors", adapter, default_format(adapter))
+    result = check_file(path, TABLES, config=transformers["ideogram4"].config).results[1]
+    assert result.reason.endswith("no exact form in ComfyUI's names; merge it into the model")
+    with pytest.raises(AdapterError, match="exactly"):
+        write_adapter(tmp_path / "b.safetensors", adapter, "comfyui")
 
 
 def test_no_tool_loads_the_default_file_of_stable_audio(transformers, tmp_path):

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from gracetune.adapters.files.checkpoint_weights import CHECKPOINT_ADAPTER, CHECKPOINT_FORMAT
-from gracetune.adapters.files.convert import import_tensors
+from gracetune.adapters.files.convert import find_unsupported, import_tensors
 from gracetune.adapters.files.fused_projections import parts_of, split_fused
 from gracetune.adapters.files.io import (
     find_stage,
@@ -606,7 +606,7 @@ def _load_in_comfyui(
     ignored = (*load.ignored, *_dropped_biases(tensors, known, adapter.table))
     ignores = f"it ignores {len(ignored)} keys, first {ignored[0]!r}" if ignored else ""
     if not load.modules:
-        reason = f"{ignores}; convert it --to comfyui"
+        reason = f"{ignores}; {_advice_for_comfyui(adapter)}"
         return ToolResult("comfyui", 0, expected, reason, ignored[0])
     seen = _layers_of_keys(
         {k: tensor for k, tensor in tensors.items() if k not in ignored}, adapter
@@ -630,6 +630,17 @@ def _load_in_comfyui(
     first = next(iter(wrong))
     reason = ignores or f"{first} is computed wrongly: {wrong[first]}"
     return ToolResult("comfyui", matched, expected, reason, first, is_wrong=True)
+
+
+def _advice_for_comfyui(adapter: Adapter) -> str:
+    """Say how an adapter whose keys ComfyUI does not know can be used there."""
+    try:
+        unsupported = find_unsupported(adapter, get_format("comfyui"))
+    except AdapterError as error:
+        if error.kind != "not-exact":
+            raise
+        return "it has no exact form in ComfyUI's names; merge it into the model"
+    return "convert it --to comfyui" if unsupported is None else "merge it into the model"
 
 
 def _required_version(adapter: Adapter) -> str:

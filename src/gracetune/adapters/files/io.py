@@ -27,7 +27,7 @@ from gracetune.adapters.files.convert import (
     import_tensors,
     layers_to_write,
 )
-from gracetune.adapters.files.keys import get_format, kernel_of
+from gracetune.adapters.files.keys import get_format, is_known_to_comfyui, kernel_of
 from gracetune.adapters.files.layers import Adapter, lokr_sizes, rank_of, with_stage
 from gracetune.atomic_files import atomic_file, write_text
 from gracetune.errors import AdapterError
@@ -343,7 +343,7 @@ def loading_tools(adapter: Adapter) -> tuple[str, ...]:
         return ("diffusers",)
     if all(layer.algorithm == "lora" for layer in layers):
         return ("diffusers", "ComfyUI")
-    return ("ComfyUI",)
+    return ("ComfyUI",) if is_known_to_comfyui(default_format(adapter), adapter.table) else ()
 
 
 def describe_adapter(adapter: Adapter) -> dict[str, str]:

@@ -581,6 +581,12 @@ def _prefix(key_format: KeyFormat, stage: Stage | None, table: KeyTable) -> str:
     return f"{prefix}{token}{separator}"
 
 
+def is_known_to_comfyui(key_format: KeyFormat, table: KeyTable) -> bool:
+    """Return True if ComfyUI looks for keys with the prefix and module names of this format."""
+    prefix = _prefix(key_format, None, table)
+    return (prefix, key_format.separator, key_format.naming) in table.comfyui_prefixes
+
+
 def _roles_by_suffix() -> dict[str, tuple[str, frozenset[SuffixStyle]]]:
     """Return, for every key suffix, the tensor's role and the styles that have the suffix.
 
