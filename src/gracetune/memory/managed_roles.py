@@ -157,8 +157,6 @@ class ManagedMemory:
         self._tensor_at = tensor_at or (lambda at, nbytes: cuda_tensor_at(at, nbytes, device))
         self._enough = enough
         self._slabs: list[ManagedSlab] = []
-        self._held: dict[ManagedRole, int] = {}
-        """Bytes of the cap that are kept for later allocations, by role."""
         self._refused: set[str] = set()
         self.prefetched_bytes = {"device": 0, "host": 0}
         """Bytes that were prefetched so far, by target."""
@@ -176,7 +174,6 @@ class ManagedMemory:
         assert role in MANAGED_ROLES, role
         assert nbytes > 0, f"{role}: {nbytes} bytes"
         placement = placement or self.default_placement(nbytes)
-        self.check_room(role, nbytes)
         if not self._accounting.reserve(Tier.MANAGED, role, nbytes):
             raise ManagedMemoryFullError(self._explain_cap(role, nbytes))
         code, pointer = self._driver.allocate_managed(nbytes)
@@ -186,7 +183,6 @@ class ManagedMemory:
                 f"The driver refused {format_bytes(nbytes)} of managed memory for {role} "
                 f"(code {code})."
             )
-        self._held[role] = max(0, self._held.get(role, 0) - nbytes)
         slab = ManagedSlab(role, placement, pointer, self._tensor_at(pointer, nbytes))
         self._slabs.append(slab)
         self._advise(slab)
@@ -201,11 +197,13 @@ class ManagedMemory:
     def hold(self, role: ManagedRole, nbytes: int) -> None:
         """Keep bytes of the cap for later allocations of a role, in place of those held before.
 
+        Neither other roles nor batches get them.
+
         Raises:
             ManagedMemoryFullError: The cap does not allow them. Nothing changed.
         """
-        self.check_room(role, nbytes)
-        self._held[role] = nbytes
+        if not self._accounting.hold(Tier.MANAGED, role, nbytes):
+            raise ManagedMemoryFullError(self._explain_cap(role, nbytes))
 
     def allocate_like(
         self,
@@ -328,7 +326,7 @@ class ManagedMemory:
     @property
     def held_bytes(self) -> int:
         """Bytes of the cap that are kept for later allocations of all roles."""
-        return sum(self._held.values())
+        return self._accounting.held(Tier.MANAGED)
 
     @property
     def free_bytes(self) -> int:
@@ -337,8 +335,7 @@ class ManagedMemory:
 
     def room_for(self, role: ManagedRole) -> int:
         """Return the bytes that a role may still allocate: what is free, and what it holds."""
-        held = sum(nbytes for other, nbytes in self._held.items() if other != role)
-        return max(0, self.cap_bytes - self.used_bytes - held)
+        return self._accounting.room(Tier.MANAGED, role)
 
     def is_on_device(self, slab: ManagedSlab) -> bool:
         """Return True if the last requested location of a slab is the device.

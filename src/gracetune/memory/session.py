@@ -127,6 +127,13 @@ class _PoolShare:
         with suppress(PoolError):  # it is closed
             self.pool.set_cap(nbytes)
 
+    def denied(self) -> int:
+        """Return how often the pool's limit has refused memory; 0 once it is closed."""
+        try:
+            return self.pool.counters().denied
+        except PoolError:
+            return 0
+
 
 class MemorySession:
     """The objects that manage CUDA memory for one process or run, created on first use.
@@ -431,12 +438,13 @@ class MemorySession:
             return None
         host = self._read_host().usable_bytes(platform.device_node)
         reading = read_memory(driver, platform.device, host)
-        return replace(reading, managed=self.accounting.current(Tier.MANAGED))
+        managed, held = self.accounting.current(Tier.MANAGED), self.accounting.held(Tier.MANAGED)
+        return replace(reading, managed=managed, held=held)
 
     def _bound_cap(self, reading: Reading, step: int) -> None:
         """Lower the cap of managed memory while the host has less memory than it assumes.
 
-        The roles of the run and the pool share one cap.
+        The roles of the run and the pool share one cap. What is held for a role stays within it.
         """
         cap = bounded_cap(self.policy, self.managed_cap, reading, self.num_sharing_host)
         self.accounting.set_cap(Tier.MANAGED, cap)
