@@ -192,6 +192,10 @@ class BatchTransfer:
         """Let `torch.cuda.memory_stats()` no longer report this run, because it is over."""
         detach_from_torch_memory_stats(self._session)
 
+    def close(self) -> None:
+        """Give up managed memory. Batches in it, and what else the run keeps there, stay valid."""
+        self._session.close()
+
     def register_trimmer(self, name: str, component: Trimmable, *, on_host: bool = False) -> None:
         """Let a reclamation trim this component; see `Trimmers.register`."""
         self._session.trimmers.register(name, component, on_host=on_host)

@@ -389,11 +389,10 @@ class ManagedRun:
         return ManagedHostEngine(engine, self.memory, "activations")
 
     def close(self) -> None:
-        """Remove hooks and stop prefetching; what is in managed memory can still be read."""
+        """Remove hooks; what is in managed memory can still be read."""
         for one in self.hooked:
             one.close()
         self.hooked.clear()
-        self.memory.close()
 
     def _record(self, role: ManagedRole, nbytes: int, reason: str, step: int) -> None:
         asked = self.placements.get(role) or self.memory.default_placement(nbytes)

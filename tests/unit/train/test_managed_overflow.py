@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.console import notice_lines
 from gracetune.events.types import ManagedOverflow, Notice, StepDone
+from gracetune.memory import session
+from gracetune.memory.shim import ShimCounters, ShimError
 from gracetune.plan import planner
 from gracetune.plan.managed import managed_choices
 from gracetune.plan.search import predict
@@ -26,6 +30,14 @@ from gracetune.units import format_bytes
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
 UVM = {"use_uvm": True}
+TRAIN = {
+    "max_train_steps": 4,
+    "batch_size": 2,
+    "ema_decay": 0.9,
+    "max_grad_norm": 0.1,
+    "gradient_accumulation_steps": 2,
+    "checkpoint_every": 4,
+}
 ALL_ROLES = ["trained", "gradients", "optimizer", "ema"]
 
 
@@ -39,13 +51,14 @@ def train(tiny_run, tmp_path, recorder):
         run = tiny_run(
             output_dir=str(next(folders)),
             adapter=settings.pop("adapter", None),
-            train={"max_train_steps": 4, "batch_size": 2, "ema_decay": 0.9, "max_grad_norm": 0.1}
-            | {"gradient_accumulation_steps": 2, "checkpoint_every": 4},
+            train=settings.pop("train", TRAIN),
             gh200_optimizations=gh200 or {},
             plan=plan,
             **settings,
         )
         run_training(run, sinks=[recorder])
+        if not run.train.checkpoint_every:
+            return None
         folder = Path(run.output_dir) / "checkpoints" / "step-000004"
         saved = {kind: load_file(folder / f"{kind}.safetensors") for kind in KINDS}
         return [event.loss for event in recorder.of(StepDone)], saved
@@ -114,30 +127,65 @@ def test_statistics_equal_what_the_driver_has_allocated(train, machine, recorder
     from gracetune.events.types import MemoryRoles, UnifiedMemory
 
     train(UVM | {"managed": ALL_ROLES, "managed_memory": "1GB"})
-    (driver,) = machine.drivers
-    (memory,) = machine.memories
     booked = recorder.of(MemoryRoles)[-1].roles["managed"]
-    assert booked == memory.by_role()
+    assert [booked] == machine.roles_at_end
     assert recorder.of(UnifiedMemory)[-1].current == sum(booked.values())
-    assert sum(booked.values()) == driver._memory.promised_bytes()
+    assert [sum(booked.values())] == machine.bytes_at_end
 
 
-def test_a_run_that_has_ended_keeps_no_gradients(train, machine):
+def test_a_run_that_has_ended_keeps_no_managed_memory(train, machine):
     """Hooks of parameters form cycles that the garbage collector does not see."""
-    train(UVM | {"managed": ALL_ROLES, "managed_memory": "1GB"})
-    gc.collect()
-    (memory,) = machine.memories
-    pointers = {slab.memory.untyped_storage().data_ptr(): slab.role for slab in memory.slabs}
-    own = {id(slab.memory) for slab in memory.slabs}
-    views = [
-        pointers[found.untyped_storage().data_ptr()]
-        for found in gc.get_objects()
-        if type(found) is torch.Tensor
-        and found.layout is torch.strided
-        and id(found) not in own
-        and found.untyped_storage().data_ptr() in pointers
-    ]
-    assert "gradients" not in views
+    for number in range(3):
+        train(UVM | {"managed": ALL_ROLES, "managed_memory": "1GB"})
+        assert machine.bytes_at_end[number] > 0
+        gc.collect()
+        assert machine.drivers[number]._memory.promised_bytes() == 0
+        assert machine.memories[number].used_bytes == 0
+
+
+class Slots:
+    """The shim's slots for pools: a pool that is not closed keeps its slot."""
+
+    path = Path("shim.so")
+
+    def __init__(self):
+        self.taken = set()
+
+    def open(self, pattern, cap_bytes, driver_library):
+        free = [number for number in range(16) if number not in self.taken]
+        if not free:
+            raise ShimError("all 16 pools are open")
+        self.taken.add(free[0])
+        return free[0]
+
+    def close(self, slot):
+        self.taken.remove(slot)
+        return True
+
+    def set_cap(self, slot, cap_bytes):
+        assert slot in self.taken
+
+    def counters(self, slot):
+        assert slot in self.taken
+        return ShimCounters(*[0] * len(ShimCounters.__slots__))
+
+
+@pytest.mark.parametrize(("times", "cap"), [(20, "1GB"), (2, "1MB")], ids=["trained", "refused"])
+def test_a_process_can_run_as_often_as_it_likes(train, machine, recorder, monkeypatch, times, cap):
+    """A run that is refused because a role does not fit closes its pool as well."""
+    slots = Slots()
+    monkeypatch.setattr(session, "find_shim", lambda: slots)
+    monkeypatch.setattr(session, "TorchMemPools", MagicMock)
+    gh200 = UVM | {"managed": ["trained"], "managed_memory": cap}
+    settings = {"max_train_steps": 1, "batch_size": 1, "checkpoint_every": 0}
+    for _ in range(times):
+        with pytest.raises(ConfigError) if cap == "1MB" else nullcontext():
+            train(gh200, train=settings)
+        assert not any("pools are open" in text for text in recorder.texts())
+        gc.collect()
+        assert not slots.taken
+        assert machine.drivers[-1]._memory.promised_bytes() == 0
+    assert len(machine.drivers) == times
 
 
 def out_of_memory_at(monkeypatch, *numbers):
@@ -226,8 +274,8 @@ def test_as_many_weights_move_as_fit(train, machine, recorder, monkeypatch, firs
     assert 0 < events["gradients"].nbytes <= events["ema"].nbytes
     assert 0 < events["trained"].nbytes < events["ema"].nbytes
     (memory,) = machine.memories
-    assert memory.by_role()["trained"] == events["trained"].nbytes
-    assert memory.used_bytes <= memory.cap_bytes
+    assert machine.roles_at_end[0]["trained"] == events["trained"].nbytes
+    assert machine.bytes_at_end[0] <= memory.cap_bytes
 
 
 @pytest.mark.parametrize("role", ["optimizer", "ema", "gradients", "trained"])
@@ -302,7 +350,7 @@ def test_of_an_adapters_model_only_resident_weights_are_managed(
     assert_equal(train(gh200, PLAN | {"stream": True}, adapter={}), expected)
     (event,) = recorder.of(ManagedOverflow)
     assert 0 < event.nbytes < everything.nbytes
-    assert machine.memories[-1].by_role() == {"weights": event.nbytes}
+    assert machine.roles_at_end[-1] == {"weights": event.nbytes}
 
 
 def test_ranks_keep_gradients_on_the_device(train, machine, recorder):
