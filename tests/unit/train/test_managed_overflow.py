@@ -20,7 +20,9 @@ from gracetune.events.console import notice_lines
 from gracetune.events.types import ManagedOverflow, Notice, StepDone
 from gracetune.memory import session
 from gracetune.memory.shim import ShimCounters, ShimError
-from gracetune.plan import planner
+from gracetune.memory.stats import Tier
+from gracetune.offload.copy_engine import OffloadError
+from gracetune.plan import apply, planner
 from gracetune.plan.managed import managed_choices
 from gracetune.plan.search import predict
 from gracetune.plan.simulate import candidate_of
@@ -306,15 +308,38 @@ def change_plans(monkeypatch, change):
     monkeypatch.setattr(planner, "_saved_or_best_plan", changed)
 
 
-def test_offloaded_activations_are_in_managed_memory(train, machine, recorder, monkeypatch):
+@pytest.fixture
+def offloading(monkeypatch):
+    """Let plans offload all activations, also small ones."""
     change_plans(monkeypatch, lambda number: {"activations": "offload"})
+    original = apply.offload_activations
+
+    def offload_all(blocks, copy_engine, ring, emit, min_nbytes, **options):
+        return original(blocks, copy_engine, ring, emit, 1, **options)
+
+    monkeypatch.setattr(apply, "offload_activations", offload_all)
+
+
+def test_offloaded_activations_are_in_managed_memory(train, machine, recorder, offloading):
+    """A whole slab of host buffers would exceed the cap."""
     expected = train(plan=PLAN)
-    gh200 = {"managed": ["activations"], "managed_access": "prefetch", "managed_memory": "1GB"}
+    gh200 = {"managed": ["activations"], "managed_access": "prefetch", "managed_memory": "64MB"}
     assert_equal(train(UVM | gh200, PLAN), expected)
     (event,) = recorder.of(ManagedOverflow)
     assert (event.role, event.placement) == ("activations", "in_place")
-    assert event.nbytes > 0
+    assert event.total == event.nbytes > 0, "they are held: batches cannot take them"
+    (memory,) = machine.memories
+    assert event.nbytes // 2 < memory._accounting.peak(Tier.MANAGED) <= 64_000_000
     assert machine.drivers[-1].traffic.prefetched.to_device == 0, "they are copied"
+
+
+def test_activations_beyond_the_cap_are_no_lack_of_device_memory(train, machine, offloading):
+    """A plan that needs less of that would offload more."""
+    with pytest.raises(OffloadError, match=r"for activations .* exceed the cap") as caught:
+        train(UVM | {"managed": ["activations"], "managed_memory": "100KiB"}, PLAN)
+    assert not isinstance(caught.value, torch.OutOfMemoryError)
+    for setting in ("managed_memory.", "managed, or lower train.batch_size."):
+        assert f"gh200_optimizations.{setting}" in str(caught.value)
 
 
 @pytest.mark.parametrize(("plan", "why"), [("off", "there is no plan"), (PLAN, "offloads none")])
