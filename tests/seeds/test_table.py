@@ -25,8 +25,8 @@ TESTS = sorted({test for row in ROWS for test in row.get("tests", ())})
 
 
 ORIGINALS = ROOT.parent / "shared" / "seeds"
-"""The guides themselves, in some workplaces; the tests read a copy that is a part of the sources."""
-if ORIGINALS.is_dir():  # without it there is nothing to compare, and no test that would be skipped
+"""The guides themselves, if they lie beside the checkout; the tests read a copy of them."""
+if ORIGINALS.is_dir():  # else there is nothing to compare, and no test that would be skipped
 
     def test_the_copy_of_the_guides_is_up_to_date():
         copied, original = (
