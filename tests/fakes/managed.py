@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from fakes.simulated_driver import SimulatedDriver
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.events.types import Notice
+    from gracetune.memory.managed_roles import ManagedArray
     from gracetune.memory.stats import MemoryAccounting
 
 
@@ -30,11 +32,29 @@ def managed_memory(
     emit: Callable[[Notice], None] = lambda notice: None,
 ) -> ManagedMemory:
     """Return managed memory on device 0 of a simulated driver."""
-    return ManagedMemory(driver, 0, accounting, DirectPrefetcher(driver), emit, _cpu_tensor)
+    return ManagedMemory(driver, 0, accounting, DirectPrefetcher(driver), emit, cpu_tensor_of)
 
 
-def _cpu_tensor(pointer: int, nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
+class _Backing(np.ndarray):
+    """Memory of the CPU that keeps a managed array alive, as torch's CUDA tensors do."""
+
+    array: ManagedArray
+
+
+def cpu_tensor_of(array: ManagedArray, backed_nbytes: int | None = None) -> Tensor:
+    """Return a tensor of the CPU for a managed array.
+
+    With `backed_nbytes`, it has no more memory than that, and its values must not be used.
+    """
+    backed = array.nbytes if backed_nbytes is None else backed_nbytes
+    memory = np.empty(backed, np.uint8).view(_Backing)
+    memory.array = array
+    return torch.from_numpy(memory).expand(array.nbytes)
+
+
+def unbacked_tensor_of(array: ManagedArray) -> Tensor:
+    """Return a tensor with the memory of one byte: only its size and address are used."""
+    return cpu_tensor_of(array, 1)
 
 
 class SimulatedMachines:
@@ -43,6 +63,10 @@ class SimulatedMachines:
     def __init__(self) -> None:
         self.drivers: list[SimulatedDriver] = []
         self.memories: list[ManagedMemory] = []
+        self.roles_at_end: list[dict[str, int]] = []
+        """Bytes of each role when a run gave up its managed memory."""
+        self.bytes_at_end: list[int] = []
+        """Bytes that the driver had allocated then."""
 
 
 def simulate_machine(monkeypatch: pytest.MonkeyPatch, name: str = "h200-pcie") -> SimulatedMachines:
@@ -63,8 +87,16 @@ def simulate_machine(monkeypatch: pytest.MonkeyPatch, name: str = "h200-pcie") -
         original(memory, *arguments, **options)
         made.memories.append(memory)
 
+    original_close = managed_roles.ManagedMemory.close
+
+    def close(memory: ManagedMemory) -> None:
+        made.roles_at_end.append(memory.by_role())
+        made.bytes_at_end.append(made.drivers[-1]._memory.promised_bytes())
+        original_close(memory)
+
     monkeypatch.setattr(batch_transfer, "open_machine", open_machine)
     monkeypatch.setattr(session, "PrefetchThread", lambda driver, *_: DirectPrefetcher(driver))
-    monkeypatch.setattr(managed_roles, "cuda_tensor_at", lambda at, size, _: _cpu_tensor(at, size))
+    monkeypatch.setattr(managed_roles, "cuda_tensor_of", lambda array, _: cpu_tensor_of(array))
     monkeypatch.setattr(managed_roles.ManagedMemory, "__init__", create)
+    monkeypatch.setattr(managed_roles.ManagedMemory, "close", close)
     return made

@@ -37,39 +37,41 @@ def train(tiny_run, tmp_path, recorder):
 
 
 @pytest.fixture
-def memories(monkeypatch):
-    made, original = [], managed_roles.ManagedMemory.__init__
+def at_end(monkeypatch):
+    """Return a list that gets the slabs of each run when it ends: role, address, bytes, kind."""
+    found, original, driver = [], managed_roles.ManagedMemory.close, open_cuda_driver()
 
-    def create(memory, *arguments, **options):
-        original(memory, *arguments, **options)
-        made.append(memory)
+    def close(memory):
+        kinds = [driver.pointer_kind(slab.pointer) for slab in memory.slabs]
+        found.extend(
+            (slab.role, slab.pointer, slab.nbytes, kind)
+            for slab, kind in zip(memory.slabs, kinds, strict=True)
+        )
+        original(memory)
 
-    monkeypatch.setattr(managed_roles.ManagedMemory, "__init__", create)
-    return made
+    monkeypatch.setattr(managed_roles.ManagedMemory, "close", close)
+    return found
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.parametrize("access", ["in_place", "prefetch", "device"])
-def test_managed_roles_change_no_loss(train, recorder, memories, access):
+def test_managed_roles_change_no_loss(train, recorder, at_end, access):
     expected = train("device", plan="off")
     managed = {"managed": ROLES, "managed_access": access, "managed_memory": CAP}
     assert train("managed", plan="off", gh200_optimizations=UVM | managed) == expected
     booked = dict(recorder.of(MemoryRoles)[-1].roles["managed"])
     booked.pop("batches", None)
-    assert booked == memories[-1].by_role()
-    assert booked.keys() == set(ROLES)
-    driver = open_cuda_driver()
-    slabs = memories[-1].slabs
-    assert {driver.pointer_kind(slab.pointer) for slab in slabs} == {PointerKind.MANAGED}
-    assert sum(slab.nbytes for slab in slabs) == sum(booked.values())
-    del slabs
+    assert booked.keys() == set(ROLES) == {role for role, *_ in at_end}
+    assert {kind for *_, kind in at_end} == {PointerKind.MANAGED}
+    assert sum(nbytes for _, _, nbytes, _ in at_end) == sum(booked.values())
     gc.collect()
+    driver = open_cuda_driver()
+    freed = {driver.pointer_kind(pointer) for _, pointer, _, _ in at_end}
+    assert freed == {PointerKind.UNKNOWN}, "the run is over"
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic")
-def test_a_run_without_a_plan_that_is_out_of_memory_continues(
-    train, recorder, memories, monkeypatch
-):
+def test_a_run_without_a_plan_that_is_out_of_memory_continues(train, recorder, monkeypatch):
     expected = train("device", plan="off")
     original, calls = stepping.batch_losses, []
 

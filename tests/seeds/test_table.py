@@ -24,6 +24,18 @@ KEYS = {"promise", "items", "lines", "where", "tests", "reason", "todo"}
 TESTS = sorted({test for row in ROWS for test in row.get("tests", ())})
 
 
+ORIGINALS = ROOT.parent / "shared" / "seeds"
+"""The guides themselves, if they lie beside the checkout; the tests read a copy of them."""
+if ORIGINALS.is_dir():  # else there is nothing to compare, and no test that would be skipped
+
+    def test_the_copy_of_the_guides_is_up_to_date():
+        copied, original = (
+            {file.name: file.read_text("utf-8") for file in folder.glob("*.txt")}
+            for folder in (SEEDS, ORIGINALS)
+        )
+        assert copied == original, f"copy {ORIGINALS} to {SEEDS}, and list what is new"
+
+
 def test_every_item_of_the_guides_has_one_row():
     found = set(seed_items())
     listed = [item for row in ROWS for item in row.get("items", ())]

@@ -192,6 +192,10 @@ class BatchTransfer:
         """Let `torch.cuda.memory_stats()` no longer report this run, because it is over."""
         detach_from_torch_memory_stats(self._session)
 
+    def close(self) -> None:
+        """Give up managed memory. Batches in it, and what else the run keeps there, stay valid."""
+        self._session.close()
+
     def register_trimmer(self, name: str, component: Trimmable, *, on_host: bool = False) -> None:
         """Let a reclamation trim this component; see `Trimmers.register`."""
         self._session.trimmers.register(name, component, on_host=on_host)
@@ -707,16 +711,16 @@ class DeviceTextCache:
 
     def move_to_managed(self, memory: ManagedMemory, placement: ManagedPlacement | None) -> None:
         """Move the embeddings to managed memory; raise OutOfMemoryError if the cap is too low."""
-        named = [(name, part) for name, entry in self._entries.items() for part in entry]
-        tensors = [self._entries[name][part] for name, part in named]
-        if not tensors:
-            return
-        made = memory.allocate_groups("caches", tensors, placement)
-        copies = [copy for _, group in made for copy in group]
-        moved: dict[str, dict[str, Tensor]] = {name: {} for name in self._entries}
-        for (name, part), tensor, copy in zip(named, tensors, copies, strict=True):
-            moved[name][part] = copy.copy_(tensor)
-        with self._lock:
+        with self._lock:  # or embeddings that the loader keeps meanwhile would be lost
+            named = [(name, part) for name, entry in self._entries.items() for part in entry]
+            tensors = [self._entries[name][part] for name, part in named]
+            if not tensors:
+                return
+            made = memory.allocate_groups("caches", tensors, placement)
+            copies = [copy for _, group in made for copy in group]
+            moved: dict[str, dict[str, Tensor]] = {name: {} for name in self._entries}
+            for (name, part), tensor, copy in zip(named, tensors, copies, strict=True):
+                moved[name][part] = copy.copy_(tensor)
             self._entries, self._is_managed = {**moved}, True
 
     def __len__(self) -> int:

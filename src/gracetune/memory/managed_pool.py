@@ -244,10 +244,11 @@ class ManagedPool:
                 raise PoolError("This managed pool is closed; its cap cannot be changed.")
             self._shim.set_cap(self._slot, cap_bytes)
 
-    def close(self) -> PoolCloseResult:
+    def close(self, *, final: bool = False) -> PoolCloseResult:
         """Free all memory of the pool that no tensor uses.
 
-        If tensors are still alive, call it again once they are gone.
+        If tensors are still alive, call it again once they are gone. With `final`, that is not
+        needed: their memory is freed after them, when torch empties its cache.
         """
         with self._lock:
             if self._num_open:
@@ -262,7 +263,8 @@ class ManagedPool:
             self._pool = None  # torch frees the pool's cached segments here
             self._torch.empty_cache()
             held = self._shim.counters(self._slot).live_bytes
-            if self._shim.close(self._slot):
+            if final or not self._shim.counters(self._slot).live_segments:
+                self._shim.close(self._slot)
                 self._slot = None
             return PoolCloseResult(before - held, held)
 

@@ -15,7 +15,8 @@ If the run file does not name a placement, the access pattern (`uvm_access_patte
 Every allocation (slab) is counted by role before it is made, and refused beyond the cap with
 torch's OutOfMemoryError. Slabs come from the driver, not from torch's allocator: their bytes are
 exact, they return to the system at once, and torch's own limits do not count them. `ManagedPool`
-is for tensors that torch itself allocates, such as batches.
+is for tensors that torch itself allocates, such as batches. A slab that was given up, by `free` or
+at the end of the run (`close`), is freed with the last tensor that uses it.
 
 `cuMemPrefetchAsync` blocks its caller for most of the transfer, so `PrefetchThread` calls it, in
 chunks, on streams of its own (P, one for each direction). C is the stream of the kernels:
@@ -27,6 +28,7 @@ chunks, on streams of its own (P, one for each direction). C is the stream of th
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -37,6 +39,7 @@ import torch
 
 from gracetune.events.types import Notice
 from gracetune.memory.driver import HOST, Advice, CudaCode
+from gracetune.memory.oversubscription import cuda_is_in_use
 from gracetune.memory.shim import AccessPattern
 from gracetune.memory.stats import Tier
 from gracetune.units import MIB, format_bytes
@@ -139,11 +142,11 @@ class ManagedMemory:
         accounting: MemoryAccounting,
         prefetcher: Prefetcher,
         emit: Callable[[Notice], None],
-        tensor_at: Callable[[int, int], Tensor] | None = None,
+        tensor_of: Callable[[ManagedArray], Tensor] | None = None,
         pattern: AccessPattern | None = None,
         enough: Callable[[int], int] = lambda total: total // 10,
     ) -> None:
-        """`tensor_at` makes a tensor of bytes from an address and a size; by default on CUDA.
+        """`tensor_of` makes a tensor of bytes, whose storage must keep the array alive.
 
         `pattern` is the setting `uvm_access_pattern`. `enough` returns how many bytes of a device
         should stay free, from its total bytes; `gpu_first` uses the device only above that.
@@ -154,11 +157,9 @@ class ManagedMemory:
         self._accounting = accounting
         self._prefetcher = prefetcher
         self._emit = emit
-        self._tensor_at = tensor_at or (lambda at, nbytes: cuda_tensor_at(at, nbytes, device))
+        self._tensor_of = tensor_of or (lambda array: cuda_tensor_of(array, device))
         self._enough = enough
         self._slabs: list[ManagedSlab] = []
-        self._held: dict[ManagedRole, int] = {}
-        """Bytes of the cap that are kept for later allocations, by role."""
         self._refused: set[str] = set()
         self.prefetched_bytes = {"device": 0, "host": 0}
         """Bytes that were prefetched so far, by target."""
@@ -176,7 +177,6 @@ class ManagedMemory:
         assert role in MANAGED_ROLES, role
         assert nbytes > 0, f"{role}: {nbytes} bytes"
         placement = placement or self.default_placement(nbytes)
-        self.check_room(role, nbytes)
         if not self._accounting.reserve(Tier.MANAGED, role, nbytes):
             raise ManagedMemoryFullError(self._explain_cap(role, nbytes))
         code, pointer = self._driver.allocate_managed(nbytes)
@@ -186,8 +186,15 @@ class ManagedMemory:
                 f"The driver refused {format_bytes(nbytes)} of managed memory for {role} "
                 f"(code {code})."
             )
-        self._held[role] = max(0, self._held.get(role, 0) - nbytes)
-        slab = ManagedSlab(role, placement, pointer, self._tensor_at(pointer, nbytes))
+        array = ManagedArray(pointer, nbytes)
+        freeing = weakref.finalize(
+            array,
+            _free_pages,
+            *(self._driver, self._device, self._accounting, self._prefetcher, role),
+            *(pointer, nbytes),
+        )
+        freeing.atexit = False  # at exit kernels may still use it; it ends with the process
+        slab = ManagedSlab(role, placement, pointer, self._tensor_of(array))
         self._slabs.append(slab)
         self._advise(slab)
         return slab
@@ -201,11 +208,13 @@ class ManagedMemory:
     def hold(self, role: ManagedRole, nbytes: int) -> None:
         """Keep bytes of the cap for later allocations of a role, in place of those held before.
 
+        Neither other roles nor batches get them.
+
         Raises:
             ManagedMemoryFullError: The cap does not allow them. Nothing changed.
         """
-        self.check_room(role, nbytes)
-        self._held[role] = nbytes
+        if not self._accounting.hold(Tier.MANAGED, role, nbytes):
+            raise ManagedMemoryFullError(self._explain_cap(role, nbytes))
 
     def allocate_like(
         self,
@@ -241,11 +250,15 @@ class ManagedMemory:
         placement = placement or self.default_placement(total)
         made: list[tuple[ManagedSlab, list[Tensor]]] = []
         with ExitStack() as undo:
+            undo.callback(self._free_groups, made)
             for group in groups:
                 made.append(self.allocate_like(role, group, placement))
-                undo.callback(self.free, made[-1][0])
             undo.pop_all()
         return made
+
+    def _free_groups(self, made: list[tuple[ManagedSlab, list[Tensor]]]) -> None:
+        while made:
+            self.free(made.pop()[0])
 
     def allocate_groups(
         self,
@@ -268,16 +281,12 @@ class ManagedMemory:
         return self.allocate_all(role, groups, placement)
 
     def free(self, slab: ManagedSlab) -> None:
-        """Free a slab. No tensor may use it any more, and kernels that did must be queued."""
+        """Free a slab, once the kernels that are queued so far are done.
+
+        If a tensor still uses it, it is freed together with that.
+        """
         self._slabs.remove(slab)
-        nbytes, pointer = slab.nbytes, slab.pointer
-        self._prefetcher.drain()  # the driver must not get a prefetch of memory that is freed
-        if slab.memory.is_cuda:
-            torch.cuda.synchronize(slab.memory.device)
         del slab.memory
-        code = self._driver.free(pointer)
-        assert code == CudaCode.SUCCESS, f"freeing {slab.role} returned {code}"
-        self._accounting.release(Tier.MANAGED, slab.role, nbytes)
 
     def prefetch(
         self, slab: ManagedSlab, to: Literal["device", "host"], after: PendingPrefetch | None = None
@@ -328,7 +337,7 @@ class ManagedMemory:
     @property
     def held_bytes(self) -> int:
         """Bytes of the cap that are kept for later allocations of all roles."""
-        return sum(self._held.values())
+        return self._accounting.held(Tier.MANAGED)
 
     @property
     def free_bytes(self) -> int:
@@ -337,8 +346,7 @@ class ManagedMemory:
 
     def room_for(self, role: ManagedRole) -> int:
         """Return the bytes that a role may still allocate: what is free, and what it holds."""
-        held = sum(nbytes for other, nbytes in self._held.items() if other != role)
-        return max(0, self.cap_bytes - self.used_bytes - held)
+        return self._accounting.room(Tier.MANAGED, role)
 
     def is_on_device(self, slab: ManagedSlab) -> bool:
         """Return True if the last requested location of a slab is the device.
@@ -367,8 +375,9 @@ class ManagedMemory:
         return self._driver.memory_info(self._device)
 
     def close(self) -> None:
-        """Stop prefetching. Slabs stay until they are freed or the process ends."""
+        """Stop prefetching, and give up all slabs: each is freed when no tensor uses it."""
         self._prefetcher.close()
+        self._slabs.clear()
 
     def _advise(self, slab: ManagedSlab) -> None:
         home = HOMES[slab.placement]
@@ -452,8 +461,11 @@ class ManagedPages:
                     memory.prefetch(slab, "device").wait()
 
 
-class _CudaArray:
-    """Memory at an address, as numpy and torch describe arrays on CUDA devices."""
+class ManagedArray:
+    """Managed memory, as numpy and torch describe arrays on CUDA devices.
+
+    Tensors that torch makes of it keep it alive, so the memory is freed when this object is gone.
+    """
 
     def __init__(self, pointer: int, nbytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -464,10 +476,34 @@ class _CudaArray:
             "strides": None,
         }
 
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        (nbytes,) = self.__cuda_array_interface__["shape"]
+        return int(nbytes)
 
-def cuda_tensor_at(pointer: int, nbytes: int, device: int) -> Tensor:
-    """Return a tensor of bytes over memory at an address; it does not own the memory."""
-    return torch.as_tensor(_CudaArray(pointer, nbytes), device=torch.device("cuda", device))
+
+def cuda_tensor_of(array: ManagedArray, device: int) -> Tensor:
+    """Return a tensor of bytes that shares the memory of an array, and keeps it alive."""
+    return torch.as_tensor(array, device=torch.device("cuda", device))
+
+
+def _free_pages(
+    driver: Driver,
+    device: int,
+    accounting: MemoryAccounting,
+    prefetcher: Prefetcher,
+    role: ManagedRole,
+    pointer: int,
+    nbytes: int,
+) -> None:
+    """Free an allocation that no tensor uses any more."""
+    prefetcher.drain()  # the driver must not get a prefetch of memory that is freed
+    if cuda_is_in_use():
+        torch.cuda.synchronize(device)  # kernels that are queued may use it
+    code = driver.free(pointer)
+    assert code == CudaCode.SUCCESS, f"freeing {role} returned {code}"
+    accounting.release(Tier.MANAGED, role, nbytes)
 
 
 # Prefetching
@@ -574,9 +610,13 @@ class PrefetchThread:
         return request
 
     def drain(self) -> None:
-        """Block until the threads have passed all requests to the driver."""
-        for request in self._newest.values():
-            request.issued.wait()
+        """Block until the threads have passed all requests to the driver.
+
+        Garbage may be collected in one of the threads itself, which must not wait for its request.
+        """
+        if threading.current_thread() not in self._threads:
+            for request in list(self._newest.values()):
+                request.issued.wait()
 
     def close(self) -> None:
         """Stop the threads after their last requests."""

@@ -71,6 +71,8 @@ class Reading:
     host_available: int
     managed: int = 0
     """CUDA managed memory that is allocated, on the device or on the host."""
+    held: int = 0
+    """CUDA managed memory that a role of the run was promised, and will allocate later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,10 +233,12 @@ def may_restore(policy: StagePolicy, reading: Reading, trimmed: int) -> bool:
 def bounded_cap(policy: StagePolicy, cap: int, reading: Reading, num_sharing: int = 1) -> int:
     """Return the maximum of managed memory now: at most `cap`, and what the host can still take.
 
-    `num_sharing` processes share the host; each may take an equal part of what is left.
+    `num_sharing` processes share the host; each may take an equal part of what is left. It is never
+    less than what is allocated and held: the next step needs that, and only batches and other roles
+    can do with less.
     """
     room = host_room(policy, reading.host_available) // num_sharing
-    return min(cap, reading.managed + room)
+    return min(cap, reading.managed + max(reading.held, room))
 
 
 class Trimmable(Protocol):

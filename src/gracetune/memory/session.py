@@ -8,6 +8,7 @@ connects them and creates each on first use. A training run has one session, and
 from __future__ import annotations
 
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -126,6 +127,13 @@ class _PoolShare:
         """Set the largest size of the pool."""
         with suppress(PoolError):  # it is closed
             self.pool.set_cap(nbytes)
+
+    def denied(self) -> int:
+        """Return how often the pool's limit has refused memory; 0 once it is closed."""
+        try:
+            return self.pool.counters().denied
+        except PoolError:
+            return 0
 
 
 class MemorySession:
@@ -323,6 +331,8 @@ class MemorySession:
             if isinstance(self._pool, ManagedPool):
                 sharing = _PoolShare(self._pool, self.pool_role)
                 self.accounting.share(Tier.MANAGED, sharing)
+                # If the run could not be built, nobody closes the session.
+                weakref.finalize(self, self._pool.close, final=True).atexit = False
         return self._pool
 
     def _refused_by_driver(self, driver: Driver) -> PoolUnavailable | None:
@@ -352,12 +362,24 @@ class MemorySession:
         refused = self._refused_by_driver(driver)
         if refused is not None:
             return refused
+        # What an earlier run of this process has left in reference cycles.
+        self._gc_freeze.collect()
         prefetcher = PrefetchThread(driver, platform.device, self.emit)
         return ManagedMemory(
             *(driver, platform.device, self.accounting, prefetcher, self.emit),
             pattern=self.pattern,
             enough=self.policy.stage1_above,
         )
+
+    def close(self) -> None:
+        """Give up managed memory: what is not in use is freed at once, the rest when it is unused.
+
+        The tensors in it stay valid.
+        """
+        if self._opened_roles is not None:
+            self._opened_roles.close()
+        if self._opened_pool is not None:
+            self._opened_pool.close(final=True)
 
     def observe(self, *, reclaim: bool, step: int = 0) -> Stage:
         """Read the memory in use and return whether device memory is oversubscribed (the stage).
@@ -431,12 +453,13 @@ class MemorySession:
             return None
         host = self._read_host().usable_bytes(platform.device_node)
         reading = read_memory(driver, platform.device, host)
-        return replace(reading, managed=self.accounting.current(Tier.MANAGED))
+        managed, held = self.accounting.current(Tier.MANAGED), self.accounting.held(Tier.MANAGED)
+        return replace(reading, managed=managed, held=held)
 
     def _bound_cap(self, reading: Reading, step: int) -> None:
         """Lower the cap of managed memory while the host has less memory than it assumes.
 
-        The roles of the run and the pool share one cap.
+        The roles of the run and the pool share one cap. What is held for a role stays within it.
         """
         cap = bounded_cap(self.policy, self.managed_cap, reading, self.num_sharing_host)
         self.accounting.set_cap(Tier.MANAGED, cap)

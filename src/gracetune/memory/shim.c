@@ -84,6 +84,7 @@ typedef struct {
 typedef struct {
     pthread_mutex_t lock;
     int used;
+    int closing; /* released with its last segment */
     int pattern;
     Driver driver;
     Segment *segments;
@@ -169,6 +170,7 @@ EXPORT int gracetune_shim_open(const char *libcuda, int pattern, uint64_t cap_by
             continue;
         }
         slot->used = 1;
+        slot->closing = 0;
         slot->pattern = pattern;
         slot->driver = driver;
         slot->segments = NULL;
@@ -195,14 +197,8 @@ static Slot *enter(int number) {
     return NULL;
 }
 
-/* Release a slot. Returns BUSY while torch holds segments of it or one could not be freed. */
-EXPORT int gracetune_shim_close(int number) {
-    Slot *slot = enter(number);
-    if (slot == NULL) return BAD_ARGUMENT;
-    if (slot->counters.live_segments != 0) {
-        pthread_mutex_unlock(&slot->lock);
-        return BUSY;
-    }
+/* Let another pool use the slot. The caller has locked it. */
+static void release_slot(Slot *slot) {
     for (int ordinal = 0; ordinal < DEVICES; ordinal++) {
         CUdevice device;
         if (slot->primary[ordinal] != NULL && slot->driver.device_get(&device, ordinal) == 0)
@@ -210,8 +206,18 @@ EXPORT int gracetune_shim_close(int number) {
     }
     dlclose(slot->driver.handle);
     slot->used = 0;
+}
+
+/* Release a slot, whose number the caller must not use any more. Returns BUSY if torch holds
+   segments of it; it is then released with the last one, unless one cannot be freed. */
+EXPORT int gracetune_shim_close(int number) {
+    Slot *slot = enter(number);
+    if (slot == NULL) return BAD_ARGUMENT;
+    slot->closing = 1;
+    int is_busy = slot->counters.live_segments != 0;
+    if (!is_busy) release_slot(slot);
     pthread_mutex_unlock(&slot->lock);
-    return 0;
+    return is_busy ? BUSY : 0;
 }
 
 EXPORT int gracetune_shim_set_cap(int number, uint64_t cap_bytes) {
@@ -365,6 +371,7 @@ static void release(int number, void *pointer, int device) {
     }
     *link = segment->next;
     free(segment);
+    if (slot->closing && counters->live_segments == 0) release_slot(slot);
     pthread_mutex_unlock(&slot->lock);
 }
 

@@ -135,7 +135,10 @@ class Shim:
         return slot
 
     def close(self, slot: int) -> bool:
-        """Release a pool's slot; return False while torch still holds memory of the pool."""
+        """Release a pool's slot, whose number must not be used any more.
+
+        Return False if torch still holds memory of the pool. The slot is then released with that.
+        """
         code: int = self._library.gracetune_shim_close(slot)
         assert code in (0, _BUSY), f"slot {slot} is not open"
         return code == 0

@@ -231,7 +231,7 @@ def unified_memory_event(step: int, stats: Mapping[str, int | str], headroom: in
         current=number(f"{managed}.current"),
         peak=max(number(f"{managed}.peak"), number("pool.peak_bytes")),
         cap=number(f"{managed}.cap"),
-        denied=number(f"{managed}.denied") + number("pool.denied"),
+        denied=number(f"{managed}.denied"),
         light_reclamations=number("light_reclamations"),
         full_reclamations=number("hard_reclamations"),
         reclaimed_bytes={"light": number("light_bytes"), "full": number("hard_bytes")},
@@ -281,13 +281,18 @@ class SharingAllocator(Protocol):
         """Set the largest number of bytes that it may have."""
         ...
 
+    def denied(self) -> int:
+        """Return how often its limit has refused memory."""
+        ...
+
 
 class MemoryAccounting:
     """Counts the bytes that gracetune itself allocates, by kind of memory and role; thread-safe.
 
     A role is what the memory is for, such as `weights`. Code calls `reserve` before it allocates
-    and `release` after it has freed. torch's own allocations are in torch's statistics, except
-    those of an allocator that shares a cap.
+    and `release` after it has freed. `hold` keeps a part of the cap for a role that will allocate
+    later: no other role, and no allocator that shares the cap, gets it. torch's own allocations are
+    in torch's statistics, except those of an allocator that shares a cap.
     """
 
     def __init__(self, caps: Mapping[Tier, int] = MappingProxyType({})) -> None:
@@ -295,8 +300,10 @@ class MemoryAccounting:
         self._caps = dict(caps)
         self._sharing: dict[Tier, SharingAllocator] = {}
         self.caps = MappingProxyType(self._caps)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may release memory during a call
+        self._reserved: Counter[tuple[Tier, str]] = Counter()
         self._held: Counter[tuple[Tier, str]] = Counter()
+        """Bytes of the cap that are kept for later reservations."""
         self._total: Counter[Tier] = Counter()
         self._peak: Counter[Tier] = Counter()
         self._denied: Counter[Tier] = Counter()
@@ -305,42 +312,54 @@ class MemoryAccounting:
         """Let an allocator with a limit of its own share the cap of a kind of memory."""
         with self._lock:
             self._sharing[tier] = allocator
-            self._limit_sharing(tier, self._total[tier])
+            self._limit_sharing(tier)
 
     def set_cap(self, tier: Tier, nbytes: int) -> None:
         """Change the limit of a kind of memory; reservations that exceed it remain."""
         with self._lock:
             self._caps[tier] = nbytes
-            self._limit_sharing(tier, self._total[tier])
+            self._limit_sharing(tier)
+
+    def hold(self, tier: Tier, role: str, nbytes: int) -> bool:
+        """Keep bytes of the cap for later reservations of a role, in place of those held before.
+
+        If they exceed the cap, return False instead; what the role held before stays held.
+        """
+        assert nbytes >= 0, f"{role} holds {nbytes} bytes"
+        with self._lock:
+            if nbytes > self._held[tier, role] and not self._try_room(tier, role, nbytes):
+                return False
+            self._held[tier, role] = nbytes
+            self._limit_sharing(tier)
+            return True
 
     def reserve(self, tier: Tier, role: str, nbytes: int) -> bool:
-        """Count bytes that will be allocated; if they exceed the cap, return False instead."""
+        """Count bytes that will be allocated; if they exceed the cap, return False instead.
+
+        They come out of what the role holds, as far as it holds any.
+        """
         assert nbytes >= 0, f"{role} reserves {nbytes} bytes"
         with self._lock:
-            total = self._total[tier] + nbytes
-            # First, so that the allocator that shares the cap cannot take these bytes meanwhile.
-            self._limit_sharing(tier, total)
-            shared = self._shared_bytes(tier)
-            if tier in self.caps and total + shared > self.caps[tier]:
-                self._denied[tier] += 1
-                self._limit_sharing(tier, self._total[tier])
+            if not self._try_room(tier, role, nbytes):
                 return False
-            self._count(tier, role, nbytes, shared)
+            self._held[tier, role] = max(0, self._held[tier, role] - nbytes)
+            self._count(tier, role, nbytes, self._shared_bytes(tier))
+            self._limit_sharing(tier)
             return True
 
     def release(self, tier: Tier, role: str, nbytes: int) -> None:
         """Subtract bytes that were counted by `reserve` and have been freed."""
         with self._lock:
-            held = self._held[tier, role]
-            assert 0 <= nbytes <= held, f"{role} releases {nbytes} of {held} bytes in {tier}"
+            reserved = self._reserved[tier, role]
+            assert 0 <= nbytes <= reserved, f"{role} releases {nbytes} of {reserved} in {tier}"
             self._count(tier, role, -nbytes, 0)
-            self._limit_sharing(tier, self._total[tier])
+            self._limit_sharing(tier)
 
     def book(self, tier: Tier, role: str, nbytes: int) -> None:
         """Count memory that exists already, in place of what the role had; no cap refuses it."""
         with self._lock:
-            self._count(tier, role, nbytes - self._held[tier, role], self._shared_bytes(tier))
-            self._limit_sharing(tier, self._total[tier])
+            self._count(tier, role, nbytes - self._reserved[tier, role], self._shared_bytes(tier))
+            self._limit_sharing(tier)
 
     def current(self, tier: Tier) -> int:
         """Return the bytes of a kind of memory that are in use or reserved now."""
@@ -353,35 +372,71 @@ class MemoryAccounting:
         """Return the maximum bytes of a kind of memory that were counted at the same time."""
         return self._peak[tier]
 
+    def held(self, tier: Tier) -> int:
+        """Return the bytes of the cap that are kept for later reservations of all roles."""
+        with self._lock:
+            return self._held_by_others(tier, "")
+
+    def room(self, tier: Tier, role: str) -> int:
+        """Return the bytes that a role may still reserve: what is free, and what it holds."""
+        with self._lock:
+            return max(0, self._room(tier, role))
+
     def deny(self, tier: Tier) -> None:
         """Count a refusal by the cap that was found without `reserve`."""
         with self._lock:
             self._denied[tier] += 1
 
     def denied(self, tier: Tier) -> int:
-        """Return how often the cap of a kind of memory has refused memory."""
-        return self._denied[tier]
+        """Return how often the cap of a kind of memory has refused memory.
+
+        With the refusals of an allocator that shares the cap, as `current` has its bytes.
+        """
+        with self._lock:
+            shared = self._sharing[tier].denied() if tier in self._sharing else 0
+            return self._denied[tier] + shared
 
     def by_role(self) -> dict[tuple[Tier, str], int]:
         """Return the bytes by kind of memory and role (what they are for), if above 0."""
         with self._lock:
-            found = {key: nbytes for key, nbytes in self._held.items() if nbytes}
+            found = {key: nbytes for key, nbytes in self._reserved.items() if nbytes}
             for tier, allocator in self._sharing.items():
                 if nbytes := self._shared_bytes(tier):
                     found[tier, allocator.role] = nbytes
             return found
 
     def _count(self, tier: Tier, role: str, nbytes: int, shared: int) -> None:
-        self._held[tier, role] += nbytes
+        self._reserved[tier, role] += nbytes
         self._total[tier] += nbytes
         self._peak[tier] = max(self._peak[tier], self._total[tier] + shared)
+
+    def _held_by_others(self, tier: Tier, role: str) -> int:
+        return sum(n for (at, other), n in self._held.items() if at is tier and other != role)
+
+    def _room(self, tier: Tier, role: str) -> int:
+        used = self._total[tier] + self._shared_bytes(tier)
+        return self.caps[tier] - used - self._held_by_others(tier, role)
+
+    def _try_room(self, tier: Tier, role: str, nbytes: int) -> bool:
+        """Return True if a role may have so many bytes more; else count the refusal."""
+        if tier not in self.caps:
+            return True
+        # First, so that the allocator that shares the cap cannot take these bytes meanwhile.
+        self._limit_sharing(tier, max(0, nbytes - self._held[tier, role]))
+        if nbytes <= self._room(tier, role):
+            return True
+        self._denied[tier] += 1
+        self._limit_sharing(tier)
+        return False
 
     def _shared_bytes(self, tier: Tier) -> int:
         return self._sharing[tier].live_bytes() if tier in self._sharing else 0
 
-    def _limit_sharing(self, tier: Tier, total: int) -> None:
+    def _limit_sharing(self, tier: Tier, more: int = 0) -> None:
+        """Leave to the allocator what is neither reserved nor held, less `more` bytes."""
         if tier in self._sharing and tier in self.caps:
-            self._sharing[tier].limit(max(0, self.caps[tier] - total))
+            kept = self._total[tier] + self._held_by_others(tier, "") + more
+            self._sharing[tier].limit(max(0, self.caps[tier] - kept))
 
 
 # Page faults and migrations of managed memory. Only CUPTI reports them (package `cupti-python`, an

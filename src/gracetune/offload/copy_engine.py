@@ -97,6 +97,11 @@ class CopyEngine(Protocol):
         """Return host memory that the device reads and writes at full speed."""
         ...
 
+    @property
+    def pinned_room(self) -> int | None:
+        """Bytes that `allocate_pinned` may still return; None: as many as the host has."""
+        ...
+
     def adopt_host(self, memory: Tensor) -> None:
         """Let the device read the caller's memory at full speed, as that of `allocate_host`.
 
@@ -151,6 +156,7 @@ class SynchronousCopyEngine:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.pinned_room = None
         self._stalled_s = dict.fromkeys(CopyStream, 0.0)
         self._windows: dict[CopyStream, HostStallWindow] = {}
 
@@ -217,6 +223,7 @@ class CudaCopyEngine:
         """`pin`: whether `allocate_host` pins its memory (`allocate_pinned` always does)."""
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
+        self.pinned_room = None
         self._pin = pin
         self._streams: dict[CopyStream, torch.cuda.Stream] = {
             kind: torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gracetune.memory.managed_roles import slab_nbytes
-from gracetune.offload.copy_engine import CopyStream
+from gracetune.memory.managed_roles import ManagedMemoryFullError, slab_nbytes
+from gracetune.offload.copy_engine import CopyStream, OffloadError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -283,9 +283,25 @@ class ManagedHostEngine:
         """Return host memory of the wrapped engine, for streamed weights."""
         return self._engine.allocate_host(nbytes)
 
+    @property
+    def pinned_room(self) -> int:
+        """Bytes of managed memory that the role may still allocate."""
+        return self._memory.room_for(self._role)
+
     def allocate_pinned(self, nbytes: int) -> Tensor:
-        """Return managed memory whose home is the host."""
-        slab = self._memory.allocate(self._role, nbytes, "in_place")
+        """Return managed memory whose home is the host.
+
+        Raises:
+            OffloadError: The cap or the driver refuses it. It is no OutOfMemoryError: a plan that
+                needs less memory of the device would offload more.
+        """
+        try:
+            slab = self._memory.allocate(self._role, nbytes, "in_place")
+        except ManagedMemoryFullError as error:
+            raise OffloadError(
+                f"{error} Or take {self._role} out of gh200_optimizations.managed, or lower "
+                "train.batch_size."
+            ) from error
         self._slabs[slab.memory.data_ptr()] = slab
         return slab.memory
 

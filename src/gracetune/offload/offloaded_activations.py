@@ -383,7 +383,9 @@ class HostBufferPool:
         available = self.available_nbytes()
         if nbytes > available:
             return None
-        slab = self._engine.allocate_pinned(max(nbytes, min(self._slab_nbytes, available)))
+        room = self._engine.pinned_room
+        largest = available if room is None else min(room, available)
+        slab = self._engine.allocate_pinned(max(nbytes, min(self._slab_nbytes, largest)))
         self._slabs.append(slab)
         self._used_nbytes.append(nbytes)
         self.nbytes += len(slab)

@@ -9,6 +9,7 @@ a step moves over the link, per byte of the role:
     trained       read by each forward, backward and recomputation, and by the EMA; updated once
     weights       read by each forward, backward and recomputation
     caches        read once for the batch that uses them, which is little
+    activations   copied to the host and back, as offloaded activations always are: nothing more
 
 None of this is hidden behind compute, so the prediction is pessimistic for what kernels use early.
 Reading and writing at the same time gets `both_ways_share` of the rate.
@@ -106,7 +107,16 @@ def managed_nbytes(
         "weights": fixed.num_transformers * (costs.outside_frozen_nbytes + resident),
         "trained": fixed.num_transformers * costs.trained_nbytes,
         "caches": fixed.device_caches_nbytes,
+        "activations": offloaded_nbytes(costs, candidate),
     }
+
+
+def offloaded_nbytes(costs: ModelCosts, candidate: PlanCandidate) -> int:
+    """Return the bytes of activations that are in host or managed memory at the end of forward."""
+    return sum(
+        block.offloaded_nbytes(plan, candidate.compiled)
+        for block, plan in zip(costs.blocks, candidate.blocks, strict=True)
+    )
 
 
 def managed_seconds(
@@ -129,5 +139,6 @@ def managed_seconds(
         "trained": used["trained"]
         * (passes * micro_batches * one_way + both_ways + bool(fixed.averages_nbytes) * one_way),
         "caches": 0.0,
+        "activations": 0.0,
     }
     return {role: seconds / micro_batches for role, seconds in per_step.items()}

@@ -34,7 +34,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gracetune.plan.managed import managed_nbytes
+from gracetune.plan.managed import managed_nbytes, offloaded_nbytes
 from gracetune.plan.result import MAX_BLOCKS_IN_FLIGHT, Bytes
 
 if TYPE_CHECKING:
@@ -147,10 +147,6 @@ def host_bytes(costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory) 
             optimizer=fixed.optimizer_nbytes,
             caches=fixed.host_caches_nbytes,
         )
-    offloaded = sum(
-        block.offloaded_nbytes(plan, candidate.compiled)
-        for block, plan in zip(costs.blocks, candidate.blocks, strict=True)
-    )
     streamed = sum(costs.blocks[index].frozen_nbytes for index in candidate.streamed)
     managed = managed_nbytes(costs, candidate, fixed)
 
@@ -162,7 +158,7 @@ def host_bytes(costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory) 
         adapters=in_managed("trained") + in_managed("ema"),
         gradients=in_managed("gradients"),
         optimizer=int(candidate.host_state * fixed.optimizer_nbytes) + in_managed("optimizer"),
-        activations=offloaded,
+        activations=offloaded_nbytes(costs, candidate),
         caches=fixed.host_caches_nbytes + in_managed("caches"),
     )
 

@@ -270,6 +270,8 @@ def _places(plan: Plan, budget: PlanBudget) -> Iterator[str]:
         elsewhere["optimizer"] = f"{plan.host_state:.0%} streamed", s.wait_state
     names = {"ema": "moving average", "trained": "trained weights"}
     for role, nbytes in plan.managed_nbytes.items():
+        if role == "activations":
+            continue  # those on the device are in the same row
         seconds = plan.managed_seconds[role]
         place, cost = elsewhere.get(role, ("device", 0.0))
         if role in plan.managed and role in elsewhere:

@@ -297,12 +297,13 @@ class Session:
         return any(self.state.ranks.gather(has_moved))  # a rank with space left may have none
 
     def close(self) -> None:
-        """Release the offloaded optimizer state and the streamed weights."""
+        """Release the offloaded optimizer state, the streamed weights and managed memory."""
         self.writer.close()
         self.state.stepper.close()
         if self.plan_controller is not None:
             self.plan_controller.close()
         self.managed.close()
+        self.batch_transfer.close()
 
 
 def build_session(

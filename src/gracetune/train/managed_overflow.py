@@ -248,7 +248,8 @@ class ManagedRun:
     @property
     def free_bytes(self) -> int:
         """Bytes of managed memory that may be used, with those of roles that are in it."""
-        return self.memory.free_bytes + sum(self.memory.by_role().values())
+        in_use = sum(self.memory.by_role().values())
+        return self.memory.free_bytes + self.memory.held_bytes + in_use
 
     def place(self) -> None:
         """Move the roles that the run file names, in a run without a plan, before the first step.
@@ -267,6 +268,7 @@ class ManagedRun:
             RoleTooLargeError: A role exceeds the cap.
         """
         self.streamed = plan.streamed
+        self.memory.hold("activations", 0)  # those of an earlier plan
         # The planner leaves out what the ranks cannot have in managed memory.
         self._place(dict.fromkeys([*plan.managed, *self.forced]), plan)
 
@@ -289,7 +291,10 @@ class ManagedRun:
                     text = f"{reason}: {ROLE_NAMES[role]} cannot be in managed memory: {why}"
                     self.emit(Notice(text, level="warning", fallback=True))
             elif role == "activations":  # allocated when a step offloads them
-                if role not in self.roles and plan is not None:
+                assert plan is not None, "activations are offloaded by a plan"
+                room = self.memory.room_for(role)
+                self.memory.hold(role, min(plan.host.activations, room))
+                if role not in self.roles:
                     self._record(role, plan.host.activations, reason, 0)
                     self._report_placed(role, plan.host.activations, reason)
             elif role == "ema":  # `build_ema` builds it there
@@ -389,11 +394,10 @@ class ManagedRun:
         return ManagedHostEngine(engine, self.memory, "activations")
 
     def close(self) -> None:
-        """Remove hooks and stop prefetching; what is in managed memory can still be read."""
+        """Remove hooks; what is in managed memory can still be read."""
         for one in self.hooked:
             one.close()
         self.hooked.clear()
-        self.memory.close()
 
     def _record(self, role: ManagedRole, nbytes: int, reason: str, step: int) -> None:
         asked = self.placements.get(role) or self.memory.default_placement(nbytes)

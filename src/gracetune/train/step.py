@@ -517,16 +517,29 @@ class Ema:
     @contextmanager
     def _copied(self, weights: list[Tensor]) -> Iterator[list[Tensor]]:
         """Copy the weights, to managed memory if the averages are there and it has room."""
-        nbytes = sum(weight.nbytes for weight in weights)
-        if self._managed is None or nbytes > self._managed.memory.free_bytes:
-            yield [weight.clone() for weight in weights]
-            return
-        memory = self._managed.memory
-        made = memory.allocate_groups("ema", weights)
-        copies = [copy for _, group in made for copy in group]
+        made = self._managed_copies(weights)
+        copies = [copy for _, group in made for copy in group] or _copies_elsewhere(weights)
         torch._foreach_copy_(copies, weights)
         try:
             yield copies
         finally:
             for slab, _ in made:
-                memory.free(slab)
+                assert self._managed is not None, "slabs without managed memory"
+                self._managed.memory.free(slab)
+
+    def _managed_copies(self, weights: list[Tensor]) -> list[tuple[ManagedSlab, list[Tensor]]]:
+        """Allocate managed memory for copies of the weights; return nothing if there is no room."""
+        if self._managed is None:
+            return []
+        try:
+            return self._managed.memory.allocate_groups("ema", weights)
+        except torch.OutOfMemoryError:  # of the cap or the driver
+            return []
+
+
+def _copies_elsewhere(weights: list[Tensor]) -> list[Tensor]:
+    """Allocate memory for copies of the weights on their device, or on the host if that is full."""
+    try:
+        return [torch.empty_like(weight) for weight in weights]
+    except torch.OutOfMemoryError:
+        return [torch.empty_like(weight, device="cpu") for weight in weights]

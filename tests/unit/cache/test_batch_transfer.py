@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from fakes.managed import managed_memory
 from fakes.platforms import simulated_machine
 
 from gracetune.cache.batch_transfer import (
@@ -34,7 +35,7 @@ from gracetune.events.console import notice_lines
 from gracetune.memory.managed_pool import ManagedPool, PoolUnavailable
 from gracetune.memory.platform import Link, Machine
 from gracetune.memory.session import MemorySession
-from gracetune.memory.stats import Tier
+from gracetune.memory.stats import MemoryAccounting, Tier
 
 CPU = torch.device("cpu")
 LATENTS = partial(stack_into, [torch.zeros(4), torch.ones(4)])
@@ -499,6 +500,30 @@ def test_trimmed_texts_are_read_from_the_host_and_return_when_they_are_read_agai
     assert cache.get_all(["a"])[0]["tokens"].eq(1).all()
     assert cache.get_all(["ccc"]) is None, "it was not chosen at the start"
     assert cache.nbytes == 512
+
+
+def test_texts_that_are_read_again_while_the_others_move_to_managed_memory_are_kept():
+    texts = DeviceTextCache({name: {"tokens": torch.ones(4)} for name in ("a", "b")}, CPU)
+    texts.trim()
+    texts.restore()
+    loader = threading.Thread(target=lambda: texts.keep(["b"], [{"tokens": torch.ones(4)}]))
+
+    class Loaded(dict):
+        """An entry that the loader follows with another one while it is read."""
+
+        def __iter__(self):
+            loader.start()
+            wait_until(lambda: texts._lock.locked() or not loader.is_alive())
+            return super().__iter__()
+
+    texts._entries["a"] = Loaded(tokens=torch.ones(4))
+    memory = managed_memory(
+        simulated_machine(Link.MANAGED).gpu, MemoryAccounting({Tier.MANAGED: PAGE})
+    )
+    texts.move_to_managed(memory, None)
+    loader.join()
+    assert len(texts.get_all(["a", "b"])) == 2
+    assert memory.by_role() == {"caches": 512}
 
 
 def test_a_depth_is_shortened_as_long_as_there_is_any_reason():

@@ -255,6 +255,11 @@ def test_worker_processes_end_if_their_parent_is_killed(tmp_path: object) -> Non
     assert alive == []
 
 
-def test_num_workers_defaults_to_the_number_of_cpus() -> None:
-    assert worker_threads(None, 4, 9.0).num_workers == len(os.sched_getaffinity(0))
+@pytest.mark.parametrize(("num_cpus", "expected"), [(1, 1), (72, 72), (73, 72), (288, 72)])
+def test_num_workers_defaults_to_the_number_of_cpus(
+    monkeypatch: pytest.MonkeyPatch, num_cpus: int, expected: int
+) -> None:
+    """At most the cores of one Grace CPU."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(num_cpus)))
+    assert worker_threads(None, 4, 9.0).num_workers == expected
     assert worker_threads(3, 4, 9.0) == Prefetch(3, 4, 9.0)

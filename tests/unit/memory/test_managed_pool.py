@@ -197,6 +197,39 @@ def test_closing_reports_live_tensors_and_can_be_completed_later(
     assert pool.close() == PoolCloseResult(0, 0)
 
 
+def test_a_pool_that_is_given_up_frees_its_slot_with_its_last_tensor(
+    shim: Shim, settings: PoolSettings, torch: FakeTorchPools
+) -> None:
+    """There are 16 slots, and each run of a process opens one."""
+    for _ in range(20):
+        pool = open_managed_pool(shim, settings, torch)
+        with pool.allocating():
+            tensor = torch.allocate(MIB)
+        assert pool.close(final=True) == PoolCloseResult(freed_bytes=0, held_bytes=MIB)
+        assert pool.close() == PoolCloseResult(0, 0)
+        with pytest.raises(PoolError, match="closed"):
+            pool.counters()
+        tensor.drop()
+        torch.empty_cache()
+
+
+def test_a_slot_that_was_given_up_keeps_its_segments(
+    shim: Shim, settings: PoolSettings, torch: FakeTorchPools
+) -> None:
+    first = open_managed_pool(shim, settings, torch)
+    with first.allocating():
+        tensor = torch.allocate(MIB)
+    first.close(final=True)
+    second = open_managed_pool(shim, settings, torch)
+    with second.allocating():
+        other = torch.allocate(2 * MIB)
+    tensor.drop()
+    torch.empty_cache()
+    assert second.counters().live_bytes == 2 * MIB
+    other.drop()
+    assert second.close()
+
+
 def test_a_closed_pool_refuses_every_use(
     shim: Shim, settings: PoolSettings, torch: FakeTorchPools
 ) -> None:

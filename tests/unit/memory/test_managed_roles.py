@@ -73,6 +73,23 @@ def test_bytes_are_booked_by_role_and_released(memory, machine, accounting):
     assert machine.gpu.pointer_kind(pointer) is PointerKind.UNKNOWN
 
 
+def test_memory_in_use_is_never_freed(memory, machine, accounting):
+    """A view keeps the pages, whether the slab is freed or the run is over."""
+    for give_up in (memory.free, lambda slab: memory.close()):
+        slab = memory.allocate("trained", MIB)
+        pointer, parameter = slab.pointer, torch.nn.Parameter(torch.zeros(4))
+        parameter.data = slab.memory[:16].view(torch.float32).fill_(1)
+        give_up(slab)
+        del slab
+        assert memory.slabs == ()
+        assert machine.gpu.pointer_kind(pointer) is PointerKind.MANAGED
+        assert accounting.current(Tier.MANAGED) == MIB
+        assert parameter.tolist() == [1] * 4
+        del parameter
+        assert machine.gpu.pointer_kind(pointer) is PointerKind.UNKNOWN
+        assert accounting.current(Tier.MANAGED) == 0
+
+
 def test_the_cap_is_checked_before_the_allocation(memory, machine, accounting):
     memory.allocate("optimizer", 7 * MIB)
     with pytest.raises(
@@ -241,6 +258,17 @@ def test_requests_are_passed_on_before_their_memory_is_freed(machine, accounting
     memory._prefetcher.drain()
     assert memory._prefetcher.waiting == []
     assert memory.slabs == ()
+
+
+def test_garbage_that_is_collected_in_the_prefetch_thread_does_not_block_it(monkeypatch, machine):
+    for name in ("set_device", "current_stream", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: MagicMock())
+    monkeypatch.setattr(managed_roles, "_event", MagicMock)
+    thread = PrefetchThread(machine.gpu, 0, lambda notice: None)
+    monkeypatch.setattr(machine.gpu, "prefetch", lambda *_: thread.drain() or 0)
+    request = thread.start([(0, MIB)], 0)
+    assert request.issued.wait(60)
+    thread.close()
 
 
 def test_a_prefetch_that_fails_is_reported_and_does_not_block(monkeypatch, machine):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from fakes.managed import unbacked_tensor_of
 from fakes.platforms import simulated_machine
 
 from gracetune.config.environment import environment_settings
@@ -49,7 +50,7 @@ class SimulatedRun:
             self.session.accounting,
             DirectPrefetcher(self.driver),
             self.events.append,
-            unbacked_tensor,
+            unbacked_tensor_of,
             self.session.pattern,
             self.session.policy.stage1_above,
         )
@@ -64,11 +65,6 @@ class SimulatedRun:
 
     def of_kind(self, kind: type[Event]) -> list[Event]:
         return [event for event in self.events if isinstance(event, kind)]
-
-
-def unbacked_tensor(pointer: int, nbytes: int) -> torch.Tensor:
-    """Return a tensor of this size with the memory of one byte: only addresses are used."""
-    return torch.empty(1, dtype=torch.uint8).expand(nbytes)
 
 
 def test_the_stage_moves_cold_pages_to_the_host_until_enough_is_free() -> None:
@@ -159,6 +155,20 @@ def test_the_cap_shrinks_with_the_memory_of_the_host_and_comes_back() -> None:
     run.session.observe(reclaim=True, step=5)
     assert run.of_kind(MemoryReclaimed)[1].freed == {"cap": 24 * GIB}
     run.memory.allocate("optimizer", 3 * GIB, "prefetch")
+
+
+def test_a_lower_cap_keeps_what_is_held_for_a_role() -> None:
+    """The state of an optimizer is planned there, and allocated in the first step."""
+    run = SimulatedRun()
+    run.memory.hold("optimizer", 5 * GIB)
+    run.allocate("ema", GIB, "prefetch")
+    run.host = HostFacts(64 * GIB, 6 * GIB, 4096)
+    run.session.observe(reclaim=True, step=1)
+    assert run.memory.cap_bytes == 6 * GIB
+    with pytest.raises(torch.OutOfMemoryError, match="exceed the cap"):
+        run.memory.allocate("weights", GIB)
+    run.memory.allocate("optimizer", 5 * GIB)
+    assert run.memory.held_bytes == 0
 
 
 def test_thresholds_of_the_settings_govern_the_stage() -> None:

@@ -28,6 +28,7 @@ from gracetune.memory.stats import (
     restore_torch_memory_stats,
     start_fault_counter,
     torch_memory_stats,
+    unified_memory_event,
     uvm_stats,
 )
 from gracetune.units import GIB, MIB
@@ -283,8 +284,9 @@ class Pool:
 
     role = "batches"
 
-    def __init__(self, nbytes=0):
+    def __init__(self, nbytes=0, refused=0):
         self.nbytes = nbytes
+        self.refused = refused
         self.limits = []
 
     def live_bytes(self):
@@ -292,6 +294,9 @@ class Pool:
 
     def limit(self, nbytes):
         self.limits.append(nbytes)
+
+    def denied(self):
+        return self.refused
 
 
 def test_a_pool_and_reservations_share_one_cap():
@@ -311,6 +316,33 @@ def test_a_pool_and_reservations_share_one_cap():
     assert pool.limits[-1] == 10
     accounting.release(Tier.MANAGED, "ema", 80)
     assert pool.limits[-1] == 90
+
+
+def test_a_pool_cannot_take_what_is_held_for_a_role():
+    accounting, pool = MemoryAccounting({Tier.MANAGED: 100}), Pool(5)
+    accounting.share(Tier.MANAGED, pool)
+    assert accounting.hold(Tier.MANAGED, "optimizer", 95)
+    assert pool.limits[-1] == 5
+    assert accounting.room(Tier.MANAGED, "optimizer") == 95
+    assert not accounting.reserve(Tier.MANAGED, "ema", 1)
+    accounting.set_cap(Tier.MANAGED, 90)
+    assert pool.limits[-1] == 0
+    accounting.set_cap(Tier.MANAGED, 100)
+    assert accounting.reserve(Tier.MANAGED, "optimizer", 60)
+    assert (accounting.held(Tier.MANAGED), pool.limits[-1]) == (35, 5), "35 are still held"
+    assert accounting.hold(Tier.MANAGED, "optimizer", 0)
+    assert pool.limits[-1] == 40
+    assert not accounting.hold(Tier.MANAGED, "optimizer", 36), "the pool has 5 of the 40"
+    assert (accounting.held(Tier.MANAGED), pool.limits[-1]) == (0, 40)
+
+
+def test_refusals_of_a_pool_are_in_the_statistics_and_the_event():
+    accounting = MemoryAccounting({Tier.MANAGED: 100})
+    accounting.share(Tier.MANAGED, Pool(90, refused=7))
+    assert not accounting.reserve(Tier.MANAGED, "ema", 20)
+    stats = uvm_stats(NO_GPU, HintCounts(), StageState(), accounting, "", POOL)
+    assert (stats["uvm.bytes.managed.denied"], stats["uvm.pool.denied"]) == (8, 7)
+    assert unified_memory_event(1, stats, headroom=0).denied == 8
 
 
 def test_memory_that_exists_is_booked_beyond_the_cap():

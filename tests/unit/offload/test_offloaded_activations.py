@@ -71,6 +71,16 @@ def test_slabs_are_cut_again_once_all_buffers_are_back():
     assert copy_engine.allocated == [4096]
 
 
+def test_slabs_are_no_larger_than_what_the_engine_may_allocate():
+    """In managed memory, a whole slab may exceed the cap although the buffer fits."""
+    pool, copy_engine = build_pool()
+    copy_engine.pinned_room = 3000
+    assert len(pool.take(1000)) == 1000
+    copy_engine.pinned_room = 0
+    pool.take(5000)  # the engine decides, and names its limit
+    assert copy_engine.allocated == [3000, 5120]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_taken_buffers_never_overlap(seed):
     rng = random.Random(seed)

@@ -15,6 +15,7 @@ from gracetune.plan.search import (
     PlanBudget,
     PlanError,
     find_best_plan,
+    fits,
     predict,
 )
 
@@ -70,6 +71,20 @@ def test_managed_gradients_leave_the_device_one_block_at_a_time():
     largest = max(block.gradients_nbytes for block in costs.blocks)
     assert device_bytes(costs, managed, FIXED).gradients <= largest
     assert host_bytes(costs, managed, FIXED).gradients == costs.trained_nbytes
+
+
+def test_offloaded_activations_count_against_the_cap():
+    model = build_model()
+    offloading = candidate("activations", activations="offload")
+    nbytes = managed_nbytes(model.at(1), offloading, FIXED)["activations"]
+    assert nbytes == host_bytes(model.at(1), offloading, FIXED).activations > 0
+    for cap, is_possible in ((nbytes, True), (nbytes - 1, False)):
+        budget = PlanBudget(ROOMY, ROOMY, managed_nbytes=cap)
+        assert fits(model, offloading, FIXED, budget) is is_possible
+    plan = predict(model, offloading, FIXED, simulated=True)
+    assert (plan.managed_total, plan.seconds.wait_managed) == (nbytes, 0)
+    rows = [line.split("  ")[0] for line in _places(plan, budget)]
+    assert rows.count("activations") == 1
 
 
 def test_roles_cost_their_bytes_over_the_link():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,7 +18,11 @@ from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.console import notice_lines
 from gracetune.events.types import ManagedOverflow, Notice, StepDone
-from gracetune.plan import planner
+from gracetune.memory import session
+from gracetune.memory.shim import ShimCounters, ShimError
+from gracetune.memory.stats import Tier
+from gracetune.offload.copy_engine import OffloadError
+from gracetune.plan import apply, planner
 from gracetune.plan.managed import managed_choices
 from gracetune.plan.search import predict
 from gracetune.plan.simulate import candidate_of
@@ -26,6 +32,14 @@ from gracetune.units import format_bytes
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
 UVM = {"use_uvm": True}
+TRAIN = {
+    "max_train_steps": 4,
+    "batch_size": 2,
+    "ema_decay": 0.9,
+    "max_grad_norm": 0.1,
+    "gradient_accumulation_steps": 2,
+    "checkpoint_every": 4,
+}
 ALL_ROLES = ["trained", "gradients", "optimizer", "ema"]
 
 
@@ -39,13 +53,14 @@ def train(tiny_run, tmp_path, recorder):
         run = tiny_run(
             output_dir=str(next(folders)),
             adapter=settings.pop("adapter", None),
-            train={"max_train_steps": 4, "batch_size": 2, "ema_decay": 0.9, "max_grad_norm": 0.1}
-            | {"gradient_accumulation_steps": 2, "checkpoint_every": 4},
+            train=settings.pop("train", TRAIN),
             gh200_optimizations=gh200 or {},
             plan=plan,
             **settings,
         )
         run_training(run, sinks=[recorder])
+        if not run.train.checkpoint_every:
+            return None
         folder = Path(run.output_dir) / "checkpoints" / "step-000004"
         saved = {kind: load_file(folder / f"{kind}.safetensors") for kind in KINDS}
         return [event.loss for event in recorder.of(StepDone)], saved
@@ -114,30 +129,65 @@ def test_statistics_equal_what_the_driver_has_allocated(train, machine, recorder
     from gracetune.events.types import MemoryRoles, UnifiedMemory
 
     train(UVM | {"managed": ALL_ROLES, "managed_memory": "1GB"})
-    (driver,) = machine.drivers
-    (memory,) = machine.memories
     booked = recorder.of(MemoryRoles)[-1].roles["managed"]
-    assert booked == memory.by_role()
+    assert [booked] == machine.roles_at_end
     assert recorder.of(UnifiedMemory)[-1].current == sum(booked.values())
-    assert sum(booked.values()) == driver._memory.promised_bytes()
+    assert [sum(booked.values())] == machine.bytes_at_end
 
 
-def test_a_run_that_has_ended_keeps_no_gradients(train, machine):
+def test_a_run_that_has_ended_keeps_no_managed_memory(train, machine):
     """Hooks of parameters form cycles that the garbage collector does not see."""
-    train(UVM | {"managed": ALL_ROLES, "managed_memory": "1GB"})
-    gc.collect()
-    (memory,) = machine.memories
-    pointers = {slab.memory.untyped_storage().data_ptr(): slab.role for slab in memory.slabs}
-    own = {id(slab.memory) for slab in memory.slabs}
-    views = [
-        pointers[found.untyped_storage().data_ptr()]
-        for found in gc.get_objects()
-        if type(found) is torch.Tensor
-        and found.layout is torch.strided
-        and id(found) not in own
-        and found.untyped_storage().data_ptr() in pointers
-    ]
-    assert "gradients" not in views
+    for number in range(3):
+        train(UVM | {"managed": ALL_ROLES, "managed_memory": "1GB"})
+        assert machine.bytes_at_end[number] > 0
+        gc.collect()
+        assert machine.drivers[number]._memory.promised_bytes() == 0
+        assert machine.memories[number].used_bytes == 0
+
+
+class Slots:
+    """The shim's slots for pools: a pool that is not closed keeps its slot."""
+
+    path = Path("shim.so")
+
+    def __init__(self):
+        self.taken = set()
+
+    def open(self, pattern, cap_bytes, driver_library):
+        free = [number for number in range(16) if number not in self.taken]
+        if not free:
+            raise ShimError("all 16 pools are open")
+        self.taken.add(free[0])
+        return free[0]
+
+    def close(self, slot):
+        self.taken.remove(slot)
+        return True
+
+    def set_cap(self, slot, cap_bytes):
+        assert slot in self.taken
+
+    def counters(self, slot):
+        assert slot in self.taken
+        return ShimCounters(*[0] * len(ShimCounters.__slots__))
+
+
+@pytest.mark.parametrize(("times", "cap"), [(20, "1GB"), (2, "1MB")], ids=["trained", "refused"])
+def test_a_process_can_run_as_often_as_it_likes(train, machine, recorder, monkeypatch, times, cap):
+    """A run that is refused because a role does not fit closes its pool as well."""
+    slots = Slots()
+    monkeypatch.setattr(session, "find_shim", lambda: slots)
+    monkeypatch.setattr(session, "TorchMemPools", MagicMock)
+    gh200 = UVM | {"managed": ["trained"], "managed_memory": cap}
+    settings = {"max_train_steps": 1, "batch_size": 1, "checkpoint_every": 0}
+    for _ in range(times):
+        with pytest.raises(ConfigError) if cap == "1MB" else nullcontext():
+            train(gh200, train=settings)
+        assert not any("pools are open" in text for text in recorder.texts())
+        gc.collect()
+        assert not slots.taken
+        assert machine.drivers[-1]._memory.promised_bytes() == 0
+    assert len(machine.drivers) == times
 
 
 def out_of_memory_at(monkeypatch, *numbers):
@@ -226,8 +276,8 @@ def test_as_many_weights_move_as_fit(train, machine, recorder, monkeypatch, firs
     assert 0 < events["gradients"].nbytes <= events["ema"].nbytes
     assert 0 < events["trained"].nbytes < events["ema"].nbytes
     (memory,) = machine.memories
-    assert memory.by_role()["trained"] == events["trained"].nbytes
-    assert memory.used_bytes <= memory.cap_bytes
+    assert machine.roles_at_end[0]["trained"] == events["trained"].nbytes
+    assert machine.bytes_at_end[0] <= memory.cap_bytes
 
 
 @pytest.mark.parametrize("role", ["optimizer", "ema", "gradients", "trained"])
@@ -258,15 +308,38 @@ def change_plans(monkeypatch, change):
     monkeypatch.setattr(planner, "_saved_or_best_plan", changed)
 
 
-def test_offloaded_activations_are_in_managed_memory(train, machine, recorder, monkeypatch):
+@pytest.fixture
+def offloading(monkeypatch):
+    """Let plans offload all activations, also small ones."""
     change_plans(monkeypatch, lambda number: {"activations": "offload"})
+    original = apply.offload_activations
+
+    def offload_all(blocks, copy_engine, ring, emit, min_nbytes, **options):
+        return original(blocks, copy_engine, ring, emit, 1, **options)
+
+    monkeypatch.setattr(apply, "offload_activations", offload_all)
+
+
+def test_offloaded_activations_are_in_managed_memory(train, machine, recorder, offloading):
+    """A whole slab of host buffers would exceed the cap."""
     expected = train(plan=PLAN)
-    gh200 = {"managed": ["activations"], "managed_access": "prefetch", "managed_memory": "1GB"}
+    gh200 = {"managed": ["activations"], "managed_access": "prefetch", "managed_memory": "64MB"}
     assert_equal(train(UVM | gh200, PLAN), expected)
     (event,) = recorder.of(ManagedOverflow)
     assert (event.role, event.placement) == ("activations", "in_place")
-    assert event.nbytes > 0
+    assert event.total == event.nbytes > 0, "they are held: batches cannot take them"
+    (memory,) = machine.memories
+    assert event.nbytes // 2 < memory._accounting.peak(Tier.MANAGED) <= 64_000_000
     assert machine.drivers[-1].traffic.prefetched.to_device == 0, "they are copied"
+
+
+def test_activations_beyond_the_cap_are_no_lack_of_device_memory(train, machine, offloading):
+    """A plan that needs less of that would offload more."""
+    with pytest.raises(OffloadError, match=r"for activations .* exceed the cap") as caught:
+        train(UVM | {"managed": ["activations"], "managed_memory": "100KiB"}, PLAN)
+    assert not isinstance(caught.value, torch.OutOfMemoryError)
+    for setting in ("managed_memory.", "managed, or lower train.batch_size."):
+        assert f"gh200_optimizations.{setting}" in str(caught.value)
 
 
 @pytest.mark.parametrize(("plan", "why"), [("off", "there is no plan"), (PLAN, "offloads none")])
@@ -302,7 +375,7 @@ def test_of_an_adapters_model_only_resident_weights_are_managed(
     assert_equal(train(gh200, PLAN | {"stream": True}, adapter={}), expected)
     (event,) = recorder.of(ManagedOverflow)
     assert 0 < event.nbytes < everything.nbytes
-    assert machine.memories[-1].by_role() == {"weights": event.nbytes}
+    assert machine.roles_at_end[-1] == {"weights": event.nbytes}
 
 
 def test_ranks_keep_gradients_on_the_device(train, machine, recorder):

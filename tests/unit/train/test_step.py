@@ -6,8 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fakes.managed import managed_memory
+from fakes.platforms import simulated_machine
 
 from gracetune.events.run_control import RunControl
+from gracetune.memory.platform import Link
+from gracetune.memory.stats import MemoryAccounting, Tier
+from gracetune.optim.offloaded_state import ManagedState
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler
 from gracetune.train.step import (
@@ -247,6 +252,48 @@ def test_weights_are_restored_after_an_error_in_the_ema_block():
     with pytest.raises(RuntimeError), ema.swapped_in():
         raise RuntimeError
     assert live["w"].item() == 2.0
+
+
+ODD = 100
+"""Elements of a weight whose bytes are no multiple of the alignment in managed memory."""
+AVERAGES, COPIES = 512, 512
+
+
+@pytest.mark.parametrize(
+    ("cap", "failing", "full", "peak"),
+    [
+        (AVERAGES + COPIES, (), False, AVERAGES + COPIES),
+        (AVERAGES + 4 * ODD, (), False, AVERAGES),  # its bytes fit, but not aligned
+        (AVERAGES + 4 * ODD, (), True, AVERAGES),
+        (AVERAGES + COPIES, ("allocate_managed",), False, AVERAGES),
+        (AVERAGES + COPIES, ("allocate_managed",), True, AVERAGES),
+    ],
+    ids=["managed", "device", "host", "device, refused", "host, refused"],
+)
+def test_the_weights_are_kept_where_there_is_room_while_the_ema_is_in_use(
+    monkeypatch, cap, failing, full, peak
+):
+    """A validation must not fail because a copy of the weights does not fit somewhere."""
+    accounting = MemoryAccounting({Tier.MANAGED: cap})
+    driver = simulated_machine(Link.MANAGED).gpu
+    live = {"w": torch.nn.Parameter(torch.zeros(ODD))}
+    ema = Ema(live, 0.5, ManagedState(managed_memory(driver, accounting)))
+    live["w"].data.fill_(4.0)
+    driver._failing = dict.fromkeys(failing, 2)
+    empty_like = torch.empty_like
+
+    def allocate(tensor, **options):
+        if "device" not in options:
+            raise torch.OutOfMemoryError
+        return empty_like(tensor, **options)
+
+    if full:
+        monkeypatch.setattr(torch, "empty_like", allocate)
+    with ema.swapped_in():
+        assert live["w"].tolist() == [0.0] * ODD
+        assert accounting.current(Tier.MANAGED) == peak
+    assert live["w"].tolist() == [4.0] * ODD
+    assert accounting.current(Tier.MANAGED) == AVERAGES
 
 
 RAMP = {
