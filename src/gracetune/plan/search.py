@@ -274,9 +274,7 @@ def compare_with_run_file(
         return result
     constraints = replace(constraints, batches=(batch,))
     try:
-        written = find_best_plan(
-            model, fixed, budget, constraints, best.simulated, only_best=True
-        )
+        written = find_best_plan(model, fixed, budget, constraints, best.simulated, only_best=True)
     except PlanError as error:
         return replace(result, as_written=RunFileBatchPlan(batch, None, str(error)))
     return replace(result, as_written=RunFileBatchPlan(batch, written.best))
