@@ -303,7 +303,9 @@ def figures_of(events: list[dict[str, Any]], began: float) -> dict[str, Any]:
         return figures
     start = started[0]["time"]
     phases = by_kind.get("step_times", [])
+    timed = by_kind.get("start_timed", [])
     figures |= {
+        "start_phases_s": {} if not timed else timed[0]["seconds"],
         "phases_s": {} if not phases else phases[-1]["seconds"],
         "to_started_s": start - began,
         "buckets": len(by_kind["run_described"][0]["data"]["buckets"]),

@@ -53,7 +53,7 @@ from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import Notice, StageProgress, StepDone
-from gracetune.models import diffusers_family, pipeline_folder
+from gracetune.models import pipeline_folder
 from gracetune.plan.report import describe
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.loop import train_loop
@@ -177,11 +177,9 @@ def train(
     output.mkdir()
     sinks = [watcher, PhaseSink(clock, arguments.steps), JsonlLog(output / "events.jsonl")]
     draw = ending_phase(clock, "weights", random_weights.random_transformer)
-    digest = ending_phase(clock, "digest", pipeline_folder.digest_of_weights)
     with (
         EventDispatcher(sinks) as dispatcher,
         patch.object(pipeline_folder, "read_transformer", draw),
-        patch.object(diffusers_family, "digest_of_weights", digest),
         closing(
             build_session(
                 run,

@@ -301,6 +301,8 @@ def figures_of(run: ProductRun, events: list[dict[str, Any]], began: float) -> d
     streamed = by_kind.get("weights_streamed", [])
     if streamed:
         figures["streamed"] = {k: v for k, v in streamed[-1].items() if k not in ("event", "time")}
+    if by_kind.get("start_timed"):
+        figures["start_phases_s"] = by_kind["start_timed"][-1]["seconds"]
     for kind, name in (("step_times", "phases_s"), ("device_sensors", "gpu")):
         if by_kind.get(kind):
             last = by_kind[kind][-1]

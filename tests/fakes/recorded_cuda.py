@@ -33,7 +33,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from gracetune.offload.copy_engine import CudaCopyEngine
@@ -389,6 +389,7 @@ class RecordedCopyEngine(CudaCopyEngine):
             cuda.recording.streams[stream.number] = kind.value
 
     def _allocate_host(self, nbytes: int, pin: bool) -> Tensor:
-        memory = super()._allocate_host(nbytes, pin)
+        with _disable_current_modes():  # the host clears it, not a kernel
+            memory = super()._allocate_host(nbytes, pin)
         self._cuda.region_of(memory).is_host = True
         return memory

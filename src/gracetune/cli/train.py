@@ -18,6 +18,7 @@ from gracetune.config.environment import (
 )
 from gracetune.config.load import load_run_file
 from gracetune.errors import ConfigError, InterruptedRunError
+from gracetune.events.phase_timer import PhaseTimer
 from gracetune.train.preflight import check_before_torch
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def load_rehearsal(path: str, overrides: Sequence[str]) -> LoadedRun:
 
 def run_training(loaded: LoadedRun, resume: str) -> int:
     """Train from a loaded run file, and show the progress on stdout."""
+    timer = PhaseTimer()
     check_run(loaded.run)
     check_before_torch(loaded.run, resume)
     adopt_slurm_ranks()
@@ -112,7 +114,8 @@ def run_training(loaded: LoadedRun, resume: str) -> int:
 
     console = console_sink(sys.stdout, sys.stdout.isatty(), title=_title(loaded.run))
     try:
-        train(loaded.run, resume, [console], (*loaded.notices, *_unsharded_notice(loaded.run)))
+        notices = (*loaded.notices, *_unsharded_notice(loaded.run))
+        train(loaded.run, resume, [console], notices, timer=timer)
     except InterruptedRunError as error:
         if process_environment().get("RANK", "0") == "0":
             raise

@@ -17,7 +17,7 @@ import json
 from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -196,11 +196,12 @@ class DataPipeline:
                 if augmentation_mode(section) == "disable_cache"
             },
             preparer.encode,
-            family.identity(),
+            preparer.identity,
             preparer.latent_grid,
             self.tiling,
         )
         prompts = PromptEncoder(family, groups, sources, self._prompt_names)
+        self._text_encoder = preparer.identity["text"]
         self._encode_texts(prompts, preparer.ranks)
         self._device_texts = self._cache_device_texts(train_groups, prompts)
         self._extreme_texts = self._find_extreme_texts(train_groups)
@@ -331,7 +332,7 @@ class DataPipeline:
 
     def _encode_texts(self, prompts: PromptEncoder, ranks: Ranks) -> None:
         """Encode the captions that are missing in the cache, or damaged."""
-        run, encoder = self._run, self._family.identity()["text"]
+        run, encoder = self._run, self._text_encoder
         if self._family.takes_control and any(
             augmentation_mode(section) != "static" for section in run.datasets
         ):
@@ -344,8 +345,7 @@ class DataPipeline:
             self._encode_missing_texts(prompts)
 
     def _encode_missing_texts(self, prompts: PromptEncoder) -> None:
-        encoder = self._family.identity()["text"]
-        fill_text(self._stores.text, prompts.names, prompts.encode, encoder, self._emit)
+        fill_text(self._stores.text, prompts.names, prompts.encode, self._text_encoder, self._emit)
 
     def _cache_device_texts(
         self, groups: Sequence[BucketGroup], prompts: PromptEncoder
@@ -503,6 +503,11 @@ class DatasetPreparer:
         """The unreadable samples that were found so far."""
         return self._corruption.entries
 
+    @cached_property
+    def identity(self) -> Mapping[str, str]:
+        """The identity of the encoders (`Family.identity`), whose files are hashed only once."""
+        return self._family.identity()
+
     def prepare_all(self) -> list[PreparedDataset]:
         """Prepare all datasets; list unreadable samples in the file `corruption.json`."""
         prepared = [self.prepare(index) for index in range(len(self.run.datasets))]
@@ -596,7 +601,7 @@ class DatasetPreparer:
         in which the ranks tell each other which samples they could not read. Returns the unreadable
         samples.
         """
-        section, encoder = self.run.datasets[index], self._family.identity()["latents"]
+        section, encoder = self.run.datasets[index], self.identity["latents"]
         workers, decoders = _decode_workers(section), self.transforms.decoders
         ranks = replace(self.ranks, reports=self.ranks.reports / f"{report}-{index}")
         grid = self.latent_grid

@@ -5,6 +5,7 @@ Both print the same lines, one for each thing the user can act on or may want to
     gracetune 0.1.0   flux, LoRA rank 16, 40 steps -> runs/x
     data       staging: 48 of 48 files
     plan       34 of 57 blocks streamed, 51 recomputed, 6 kept
+    start      54 s: loading 22, measuring 9, encoding 8, placing 7, searching 4, attention 4
     train      65,400,000 trainable parameters, 48 samples, cuda bf16
     step 12/40  loss 1.2900  lr 1.00e-04  1.5 samples/s  eta 19s  GPU 20.8 GiB
     done       40 steps in 2m39s
@@ -45,6 +46,7 @@ from gracetune.events.types import (
     RunStarted,
     StageChanged,
     StageProgress,
+    StartTimed,
     StepDone,
     Validated,
     WeightsStreamed,
@@ -86,6 +88,8 @@ STATUS_LABELS = {"done": "done", "interrupted": "stopped", "failed": "failed"}
 WAIT_SHARE = 0.1
 """Share of a run's time that steps may wait for batches, or for streamed weights, before the end of
 the run shows a warning."""
+MIN_SHOWN_START_S = 10.0
+"""A start of a run that takes longer is explained by a line with the seconds of its phases."""
 MAX_SHOWN_SAMPLES = 4
 """Number of files that the line of a skipped step names."""
 UNRELATED_TO_STEPS = (Notice, MemoryUsed, BatchesFed, WeightsStreamed, RatesSpread)
@@ -282,8 +286,8 @@ class ConsoleState:
     def lines(self, event: Event) -> list[str]:
         """Return the lines to print for an event; none if only a bar or the log shows it."""
         match event:
-            case RunStarted():
-                return [run_started_line(event)]
+            case RunStarted() | StartTimed():
+                return start_lines(event)
             case Notice():
                 return notice_lines(event)
             case RampChanged():
@@ -380,6 +384,17 @@ def run_started_line(event: RunStarted) -> str:
         f"{event.num_samples:,} samples, {event.device} {event.precision}"
     )
     return labelled("resume" if event.start_step else "train", text)
+
+
+def start_lines(event: RunStarted | StartTimed) -> list[str]:
+    """Return the line of a run that starts, or the phases of a slow start, the longest first."""
+    if isinstance(event, RunStarted):
+        return [run_started_line(event)]
+    if event.total < MIN_SHOWN_START_S:
+        return []
+    phases = sorted(event.seconds.items(), key=lambda phase: -phase[1])
+    parts = [f"{name} {seconds:.0f}" for name, seconds in phases if seconds >= 1]
+    return [labelled("start", f"{event.total:.0f} s: {', '.join(parts)}")]
 
 
 def stage_line(event: StageProgress) -> str:

@@ -37,6 +37,20 @@ class RunStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class StartTimed:
+    """The seconds that a run took to start, until its first step begins, by phase."""
+
+    seconds: Mapping[str, float]
+    """Phase -> seconds. `imports`; `loading`: reading the model; `hashing`: waiting for the digest
+    of its weights; `model`: quantization, adapter and optimizer; `encoding`: reading and encoding
+    the data; `measuring`: the rates of the device; `tracing`; `searching`: timing kernels and
+    finding the plan; `placing`: moving weights to where the plan wants them; `attention`: timing
+    its backends; `other`. A phase that the run does not have is absent."""
+    total: float
+    """The sum of all phases."""
+
+
+@dataclass(frozen=True, slots=True)
 class Notice:
     """A text message for the log, about a choice, a fallback or a rounded value.
 
@@ -501,6 +515,7 @@ class RunEnded:
 
 Event = (
     RunStarted
+    | StartTimed
     | Notice
     | StageProgress
     | StepDone
@@ -530,6 +545,7 @@ Event = (
 
 KINDS: dict[type[Event], str] = {
     RunStarted: "run_started",
+    StartTimed: "start_timed",
     Notice: "notice",
     StageProgress: "stage_progress",
     StepDone: "step_done",

@@ -24,14 +24,14 @@ from gracetune.models.pipeline_folder import (
     check_channels,
     copy_other_components,
     digest_of_folder,
-    digest_of_weights,
     read_again,
     read_scheduler,
+    weights_hasher,
     without_progress_bars,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -171,9 +171,9 @@ class DiffusersFamily:
         folders = (self.folder / name for name in (*names, *others))
         return "-".join(digest_of_folder(folder) for folder in folders if folder.is_dir())
 
-    def weights_digest(self) -> str:
-        """Return a hash of the weights of all transformers."""
-        return digest_of_weights(self.transformer)
+    def weights_hasher(self) -> Callable[[], str]:
+        """Return a function that hashes the present weights of all transformers."""
+        return weights_hasher(self.transformer)
 
     def blocks(self) -> list[nn.Module]:
         """Return the blocks in forward order, those of a high-noise transformer first."""

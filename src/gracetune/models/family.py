@@ -165,8 +165,11 @@ class Family(Protocol):
         """
         ...
 
-    def weights_digest(self) -> str:
-        """Return a hash of the transformer's current weights. Reads all of them."""
+    def weights_hasher(self) -> Callable[[], str]:
+        """Return a function that hashes the present weights of the transformer. It reads them all.
+
+        It is called in another thread, while modules may be added to the transformer.
+        """
         ...
 
     def blocks(self) -> Sequence[nn.Module]:

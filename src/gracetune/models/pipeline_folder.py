@@ -12,6 +12,7 @@ import shutil
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -498,10 +499,15 @@ def digest_of_folder(folder: Path) -> str:
     return hasher.hexdigest(length=16)
 
 
-def digest_of_weights(module: nn.Module) -> str:
-    """Hash the name, shape, dtype and bytes of every tensor in a module."""
+def weights_hasher(module: nn.Module) -> Callable[[], str]:
+    """Return a function that hashes the tensors that a module has now."""
+    return partial(digest_of_tensors, module.state_dict())
+
+
+def digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Hash the name, shape, dtype and bytes of every tensor. Other threads run meanwhile."""
     hasher = blake3(max_threads=blake3.AUTO)
-    for name, tensor in sorted(module.state_dict().items()):
+    for name, tensor in sorted(tensors.items()):
         hasher.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         contiguous = tensor.detach().cpu().contiguous()
         hasher.update(contiguous.flatten().view(torch.uint8).numpy().data)

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from gracetune.errors import ModelError
 from gracetune.models.family import EncodedShape, GeneratedSample, PlannerShapes
-from gracetune.models.pipeline_folder import digest_of_weights
+from gracetune.models.pipeline_folder import weights_hasher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -138,9 +138,9 @@ class Tiny:
             "text": f"tiny-words-{TEXT_WIDTH}-{POSITION_WEIGHT}",
         }
 
-    def weights_digest(self) -> str:
-        """Return a hash of the transformer's weights."""
-        return digest_of_weights(self.transformer)
+    def weights_hasher(self) -> Callable[[], str]:
+        """Return a function that hashes the transformer's present weights."""
+        return weights_hasher(self.transformer)
 
     def blocks(self) -> Sequence[nn.Module]:
         """Return the transformer's blocks in forward order."""

@@ -331,6 +331,8 @@ class CudaCopyEngine:
         unaligned = torch.empty(pages_nbytes + PAGESIZE, dtype=torch.uint8)
         start = -unaligned.data_ptr() % PAGESIZE  # whole pages, so that no page is pinned twice
         pages = unaligned[start : start + pages_nbytes]
+        if pin:
+            pages.zero_()  # torch's threads create the pages; the driver would one after the other
         self._adopt(pages, pin)
         return pages[:nbytes]
 

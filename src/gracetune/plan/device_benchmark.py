@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections import deque
+from contextlib import closing
 from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING
@@ -24,7 +25,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gracetune.adapters.compute.lora_matmul import FP8, FP8_OUTPUT_DTYPE, scaled_matmul
 from gracetune.events.types import Notice
+from gracetune.memory.platform import Link
 from gracetune.models.family import PLANNABLE
+from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.plan.launch_overhead import (
     PROXY_FAMILY,
     REALISTIC_NBYTES,
@@ -49,6 +52,8 @@ WARM_UP, REPEATS = 3, 10
 EDGE, COPIED_NBYTES = 8192, 512 * MIB
 """Size of the measured matmul (rows and columns) and of the measured copies (bytes), if free memory
 allows them."""
+LINK_NBYTES = 128 * MIB
+"""Maximum size of the copies over the link: pinning takes longer than copying."""
 MAX_TIMED_ROWS = 16384
 """Maximum number of rows of a timed matmul; the time of more rows is extrapolated."""
 MAX_TIMED_NBYTES = 4 * GIB
@@ -80,7 +85,6 @@ def measure_device(
         if make_probe_model is None
         else measure_launch_costs(device, synchronize, clock, make_probe_model)
     )
-    pinned = torch.empty(copied_nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     source, target = (
         torch.empty(copied_nbytes, dtype=torch.uint8, device=device) for _ in range(2)
     )
@@ -90,38 +94,43 @@ def measure_device(
         return _timed(work, synchronize, clock)
 
     timer = KernelTimer(device, synchronize, clock, edge)
-    return MachineRates(
-        flops=2.0 * edge**3 / seconds(lambda: left @ right),
-        memory=2.0 * copied_nbytes / seconds(lambda: target.copy_(source)),
-        link_in=copied_nbytes / seconds(lambda: source.copy_(pinned, non_blocking=True)),
-        link_out=copied_nbytes / seconds(lambda: pinned.copy_(source, non_blocking=True)),
-        both_ways_share=_both_ways_share(device, (pinned, source, target), seconds),
-        timer=timer.seconds if device.type == "cuda" else None,  # on a CPU it would take minutes
-        host=host,
-    )
+    link_nbytes = min(copied_nbytes, LINK_NBYTES)
+    near = source[:link_nbytes], target[:link_nbytes]
+    # torch's own allocator of pinned memory would keep it until the process ends.
+    with closing(open_copy_engine(device, Link.MANAGED)) as engine:
+        pinned, pinned_out = (engine.allocate_pinned(link_nbytes) for _ in range(2))
+        return MachineRates(
+            flops=2.0 * edge**3 / seconds(lambda: left @ right),
+            memory=2.0 * copied_nbytes / seconds(lambda: target.copy_(source)),
+            link_in=link_nbytes / seconds(lambda: near[0].copy_(pinned, non_blocking=True)),
+            link_out=link_nbytes / seconds(lambda: pinned.copy_(near[0], non_blocking=True)),
+            both_ways_share=_both_ways_share(device, near, (pinned, pinned_out), seconds),
+            timer=timer.seconds if device.type == "cuda" else None,  # a CPU would take minutes
+            host=host,
+        )
 
 
 def _both_ways_share(
     device: torch.device,
-    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    near: tuple[torch.Tensor, torch.Tensor],
+    pinned: tuple[torch.Tensor, torch.Tensor],
     seconds: Callable[[Callable[[], object]], float],
 ) -> float:
     """Return how much of its bandwidth the host-device link keeps per direction if both are busy.
 
-    1.0: copies in opposite directions do not slow each other down.
+    1.0: copies in opposite directions do not slow each other down. `near` are buffers on the
+    device, and `pinned` buffers of the same size in host memory.
     """
     if device.type != "cuda":
         return 1.0  # a CPU has no link
-    pinned, source, target = buffers
-    pinned_out = torch.empty_like(pinned, pin_memory=True)
     inward, outward = (torch.Stream(device) for _ in range(2))
 
     def copy(both: bool) -> None:
         with inward:
-            source.copy_(pinned, non_blocking=True)
+            near[0].copy_(pinned[0], non_blocking=True)
         if both:
             with outward:
-                pinned_out.copy_(target, non_blocking=True)
+                pinned[1].copy_(near[1], non_blocking=True)
 
     return min(1.0, seconds(lambda: copy(False)) / seconds(lambda: copy(True)))
 

@@ -19,6 +19,7 @@ import torch
 from gracetune.adapters.compute.fp8_linear import check_fp8_support
 from gracetune.distributed.layout import SINGLE_LAYOUT
 from gracetune.distributed.ranks import SINGLE
+from gracetune.events.phase_timer import PhaseTimer
 from gracetune.events.types import Notice
 from gracetune.memory.platform import Link, anonymous_nbytes, read_this_host
 from gracetune.models.family import transformers_of
@@ -107,6 +108,8 @@ class PlannerInputs:
     ranks (`bucket_seconds.sizes_to_trace`)."""
     shapes: BatchShapes = field(default_factory=BatchShapes)
     """The shapes of the batches that the run meets."""
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    """Measures the phases of the run's start."""
 
 
 def plan_run(
@@ -138,6 +141,7 @@ def plan_run(
     latent_shape, text = largest.latents.shape[1:], largest.text
     ranks.wait()  # so that all measure at the same time
     rates = lowest_rates(measure_rates(device, run.model.family, emit), ranks)
+    inputs.timer.end("measuring")
     with ExitStack() as undo:
         family.to(torch.device("cpu"))  # the tracer's fake tensors are on the CPU
         as_computed = _traced_as_computed(run, family, latent_shape, text, undo)
@@ -154,6 +158,7 @@ def plan_run(
             for size, sample in samples.items()
         }
         family.to(device)
+    inputs.timer.end("tracing")
     del largest, samples, text
     sharing_ranks = _ranks_sharing_weights(run, ranks, emit)
     problem = build_problem(
@@ -170,17 +175,8 @@ def plan_run(
     problem = replace(problem, budget=budget, shapes=inputs.shapes)
     problem = problem.with_device_nbytes(preferred_nbytes)
     plan, was_checked = agreed_plan(problem, inputs.saved_plan, ranks, emit)
-    emit(Notice(f"plan: {describe(plan)}"))
-    emit(Notice(f"plan: expect {describe_speed(plan)}"))
-    emit(Notice(describe_shapes(problem, plan)))
-    if ranks.world_size > 1:
-        together = ranks.world_size // inputs.layout.context_size * plan.samples_per_second
-        emit(
-            Notice(
-                f"plan: the same on each of {ranks.world_size} ranks, together {together:.3f} "
-                "samples/s if none waits for another"
-            )
-        )
+    inputs.timer.end("searching")
+    _report_plan(problem, plan, inputs.layout, emit)
     if run.model.frozen_compute == "fp8":
         check_fp8_support(device)
         inputs.convert_to_fp8()  # after tracing, so that a plan that does not fit fails early
@@ -198,6 +194,7 @@ def plan_run(
     controller = PlanController(
         problem, plan, apply, meter, latent_shape.numel(), emit, was_checked, ranks
     )
+    inputs.timer.end("placing")
     controller.size_seconds = {
         size: planned_seconds(size_model, plan) for size, size_model in size_models.items()
     }
@@ -226,6 +223,21 @@ def _traced_as_computed(
     convert_for_tracing(of_copy(family_trace_target(family, latent_shape, text)))
     fuse_operations(traced.transformer)
     return of_copy
+
+
+def _report_plan(problem: PlanProblem, plan: Plan, layout: Layout, emit: Emit) -> None:
+    emit(Notice(f"plan: {describe(plan)}"))
+    emit(Notice(f"plan: expect {describe_speed(plan)}"))
+    emit(Notice(describe_shapes(problem, plan)))
+    num_ranks = layout.ranks.world_size
+    if num_ranks > 1:
+        together = num_ranks // layout.context_size * plan.samples_per_second
+        emit(
+            Notice(
+                f"plan: the same on each of {num_ranks} ranks, together {together:.3f} "
+                "samples/s if none waits for another"
+            )
+        )
 
 
 def describe_shapes(problem: PlanProblem, plan: Plan) -> str:

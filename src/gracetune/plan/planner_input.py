@@ -174,7 +174,9 @@ class PlanProblem:
         }
 
     def _best(self, budget: PlanBudget, constraints: Constraints) -> Plan:
-        return find_best_plan(self.model, self.fixed, budget, constraints, simulated=False).best
+        return find_best_plan(
+            self.model, self.fixed, budget, constraints, simulated=False, only_best=True
+        ).best
 
     def _run_seconds(self, plan: Plan) -> float:
         return self.micro_batches * plan.seconds.step + self.compile_seconds(plan)

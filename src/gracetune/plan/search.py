@@ -6,7 +6,8 @@ block. `candidates` yields those that fit. `find_best_plan` then
 
 1. computes a lower bound of each candidate's time per sample (cheap),
 2. simulates candidates in the order of these bounds (expensive),
-3. stops when no remaining bound can beat the plans that will be reported.
+3. stops when no remaining bound can beat the plans that will be reported, or, if only the best one
+   is wanted, those that are about as fast as the fastest.
 
 The last blocks get the faster activation modes, which keep more, and the first blocks the leaner
 ones. Backward reaches the last blocks first, so their activations are held only briefly, and are
@@ -180,10 +181,13 @@ def find_best_plan(
     budget: PlanBudget,
     constraints: Constraints,
     simulated: bool,
+    *,
+    only_best: bool = False,
 ) -> SearchResult:
-    """Return the fastest plan within the budget.
+    """Return the fastest plan within the budget, and alternatives.
 
     A plan with more roles in managed memory is taken if it is faster, or if nothing else fits.
+    `only_best` finds the same plan with fewer simulations, but not all alternatives.
 
     Raises:
         PlanError: No plan fits; the message names the smallest budget that would do.
@@ -194,7 +198,7 @@ def find_best_plan(
     for managed in constraints.managed:
         try:
             one = replace(constraints, managed=(managed,))
-            found.append(_find_best_plan(model, fixed, budget, one, simulated))
+            found.append(_find_best_plan(model, fixed, budget, one, simulated, only_best))
         except PlanError as error:
             failures.append(error)
     if not found:
@@ -215,6 +219,7 @@ def _find_best_plan(
     budget: PlanBudget,
     constraints: Constraints,
     simulated: bool,
+    only_best: bool,
 ) -> SearchResult:
     if not constraints.batch_sizes():
         raise PlanError(
@@ -229,6 +234,9 @@ def _find_best_plan(
     if not by_bound:
         raise PlanError(_explain_no_fit(model, fixed, budget, constraints))
     plans: list[Plan] = []
+    seen: set[PlanCandidate] = set()
+    never_wait: set[PlanCandidate] = set()
+    """Simulated candidates whose compute waits for nothing."""
     best_of_kind: dict[object, float] = {}
     """Seconds per sample of the fastest plan so far, for each kind of plan as `_kind` returns
     it."""
@@ -236,10 +244,17 @@ def _find_best_plan(
         fastest = sorted(best_of_kind.values())
         if len(fastest) > MAX_ALTERNATIVES and bound > fastest[MAX_ALTERNATIVES]:
             break  # neither this candidate nor a later one would be reported
-        if bound > best_of_kind.get(_kind(candidate), float("inf")):
+        if only_best and fastest and bound > fastest[0] / (1 - TIE_MARGIN):
+            break  # the same for the best plan, which `_simplest` chooses
+        if bound > best_of_kind.get(_kind(candidate), float("inf")) or candidate in seen:
             continue
+        seen.add(candidate)  # several mixes of activation modes may lead to the same candidate
+        if only_best and candidate.streamed and _with_streamed(candidate, 0) in never_wait:
+            continue  # it computes the same, so it is not faster, and it is less simple
         plan = predict(model, candidate, fixed, simulated)
         plans.append(plan)
+        if not _waits(plan):
+            never_wait.add(candidate)
         seconds = 1 / plan.samples_per_second
         best_of_kind[_kind(plan)] = min(seconds, best_of_kind.get(_kind(plan), float("inf")))
     best = _stream_less(model, _simplest(plans), fixed, budget, simulated)
@@ -259,7 +274,7 @@ def compare_with_run_file(
         return result
     constraints = replace(constraints, batches=(batch,))
     try:
-        written = find_best_plan(model, fixed, budget, constraints, best.simulated)
+        written = find_best_plan(model, fixed, budget, constraints, best.simulated, only_best=True)
     except PlanError as error:
         return replace(result, as_written=RunFileBatchPlan(batch, None, str(error)))
     return replace(result, as_written=RunFileBatchPlan(batch, written.best))
@@ -302,6 +317,13 @@ def _kind(plan: Plan | PlanCandidate) -> object:
     return (*key, plan.managed)
 
 
+def _waits(plan: Plan) -> bool:
+    """Return True if compute waits for a copy, the host or other ranks."""
+    seconds = plan.seconds
+    waits = seconds.wait_weights, seconds.wait_activations, seconds.wait_host
+    return any((*waits, seconds.wait_network, seconds.wait_managed))
+
+
 def _simplest(plans: list[Plan]) -> Plan:
     """Return the plan that moves least data, among the plans about as fast as the fastest."""
     top = max(plan.samples_per_second for plan in plans)
@@ -328,23 +350,23 @@ def _stream_less(
     low, high = 0, len(plan.streamed)
     while low < high:
         count = (low + high) // 2
-        if fits(model, _with_streamed(plan, count), fixed, budget):
+        if fits(model, _with_streamed(candidate_of(plan), count), fixed, budget):
             high = count
         else:
             low = count + 1
     if high == len(plan.streamed):
         return plan
-    fewer = predict(model, _with_streamed(plan, high), fixed, simulated)
+    fewer = predict(model, _with_streamed(candidate_of(plan), high), fixed, simulated)
     return fewer if fewer.seconds.step <= plan.seconds.step * (1 + TIE_MARGIN) else plan
 
 
-def _with_streamed(plan: Plan, count: int) -> PlanCandidate:
-    streamed = set(evenly_spaced(count, len(plan.blocks))) if count else set()
+def _with_streamed(candidate: PlanCandidate, count: int) -> PlanCandidate:
+    streamed = set(evenly_spaced(count, len(candidate.blocks))) if count else set()
     blocks = tuple(
         replace(block, weights="streamed" if index in streamed else "resident")
-        for index, block in enumerate(plan.blocks)
+        for index, block in enumerate(candidate.blocks)
     )
-    return replace(candidate_of(plan), blocks=blocks, slots=plan.slots if streamed else 0)
+    return replace(candidate, blocks=blocks, slots=candidate.slots if streamed else 0)
 
 
 def _alternatives(plans: list[Plan], best: Plan) -> tuple[Plan, ...]:

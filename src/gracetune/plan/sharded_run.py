@@ -101,6 +101,7 @@ def plan_sharded_run(
     latent_shape, text = largest.latents.shape[1:], largest.text
     ranks.wait()  # so that all measure at the same time
     rates = lowest_rates(measure_rates(device, run.model.family, emit), ranks)
+    inputs.timer.end("measuring")
     target = replace(
         family_trace_target(family, latent_shape, text),
         model=traced.transformer,
@@ -109,8 +110,10 @@ def plan_sharded_run(
     )
     may_compile = True in constraints_of(run).compile
     model = build_cost_model(target, rates, may_compile=may_compile)
+    inputs.timer.end("tracing")
     problem = build_sharded_problem(run, family, inputs, model, link, device_nbytes)
     plan, was_checked = agreed_plan(problem, inputs.saved_plan, ranks, emit)
+    inputs.timer.end("searching")
     emit(Notice(f"plan: {layout.describe()}; {describe(plan)}"))
     emit(Notice(f"plan: expect {describe_speed(plan)}"))
     emit(

@@ -364,7 +364,9 @@ def _strategy(
     groups = num_gpus // choice.context_size
     constraints = _with_samples(inputs, groups)
     try:
-        found = find_best_plan(model, fixed, inputs.budget, constraints, inputs.simulated).best
+        found = find_best_plan(
+            model, fixed, inputs.budget, constraints, inputs.simulated, only_best=True
+        ).best
     except PlanError:
         why_not = _why_not(inputs, model, fixed, constraints)
         return Strategy(name, settings, num_gpus, None, why_not, choice=choice)

@@ -8,6 +8,7 @@ logged as a `Notice`.
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -40,6 +41,7 @@ from gracetune.distributed.layout import SINGLE_LAYOUT
 from gracetune.distributed.ranks import rendezvous_method
 from gracetune.distributed.sharding import ShardedReducer, local_nbytes
 from gracetune.errors import ConfigError
+from gracetune.events.phase_timer import PhaseTimer
 from gracetune.events.types import Notice
 from gracetune.memory.oversubscription import GcFreeze, hard_reclamation
 from gracetune.memory.stats import Tier
@@ -115,6 +117,7 @@ from gracetune.train.validate import build_validation, check_validation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from concurrent.futures import Future
 
     from torch.optim import Optimizer
 
@@ -134,6 +137,7 @@ if TYPE_CHECKING:
     from gracetune.train.batch_size_ramp import AccumulationRamp
     from gracetune.train.block_check import BlockReference
     from gracetune.train.checkpoint import Snapshot
+    from gracetune.train.experts import ExpertSchedule
     from gracetune.train.export import AdaptedModules, CollectedAdapter, ExportedResult
     from gracetune.train.gradient_check import ChooseBlocks
     from gracetune.train.run import SignalHandler
@@ -306,7 +310,7 @@ class Session:
         self.batch_transfer.close()
 
 
-def build_session(
+def build_session(  # noqa: PLR0913  the parts of a run are objects of their own
     run: RunFile,
     accelerator: Accelerator,
     emit: Emit,
@@ -315,6 +319,7 @@ def build_session(
     resumed: Mapping[str, Any] | None = None,
     checked_blocks: ChooseBlocks | None = None,
     layout: Layout = SINGLE_LAYOUT,
+    timer: PhaseTimer | None = None,
 ) -> Session:
     """Load the model, prepare the data and place both in memory.
 
@@ -322,10 +327,12 @@ def build_session(
     backend are used again; it is empty for a checkpoint of an earlier version, and None for a new
     run. `checked_blocks` chooses the blocks whose gradients can be compared with plain copies; by
     default, one block is chosen at random. `layout` divides the model and the data among ranks.
+    `timer` measures the phases of the start.
 
     Checks that need only the run file and the model come first, so that a mistake in the run file
     is reported before the data are encoded, which can take an hour.
     """
+    timer = timer or PhaseTimer()
     folder, device, ranks = Path(run.output_dir), with_index(accelerator.device), layout.ranks
     ramp = build_ramp(
         run, layout.data_size, is_split=resumed is None or resumed.get("batches") == SPLIT
@@ -337,7 +344,7 @@ def build_session(
     unplanned = reason_unplanned(run, device)
     if not unplanned and _may_compile(run):
         start_compiler()
-    family, base_weights = _load_model(run, ranks, emit)
+    family, digest = _load_model(run, ranks, unplanned, timer, emit)
     _emit_all(emit, min_snr_notes(run.train, family.prediction))
     schedule = build_expert_schedule(run.train, family.boundary, expected_token_counts(run, family))
     check_data(run, family)
@@ -368,6 +375,7 @@ def build_session(
     seed_rng(derive_seed(run.seed, "process", layout.data_rank))
     parameters = trained_parameters_of(family, sharded)
     optimizer = build_optimizer(parameters, run.optimizer, rounding_seed(run, layout), sharded)
+    timer.end("model")
 
     # The data. Everything that can be wrong in the run file has been found by now.
     family.to(device)
@@ -376,18 +384,10 @@ def build_session(
         *(run.gh200_optimizations, device, emit, gc_freeze, managed_cap(run)),
         num_sharing_host=ranks.local_world_size,
     )
-    pipeline = DataPipeline(
-        *(run, family, transfer, folder, emit, _encoding_ranks(run, ranks)),
-        [] if ramp is None else ramp.first_sizes(),
-    )
-    _warn_of_truncated_captions(family, pipeline.train_samples, emit)
-    schedule = build_expert_schedule(
-        run.train, family.boundary, drawn_token_counts(pipeline.order, family)
-    )
-    if schedule is not None and family.boundary is not None:
-        emit(Notice(schedule.describe(family.boundary)))
-    validation = build_validation(run, family, pipeline, emit)
-    family.release_text_encoder()
+    pipeline, schedule, validation = _prepare_data(run, family, transfer, ranks, ramp, emit)
+    timer.end("encoding")
+    base_weights = _agreed_digest(ranks, digest)
+    timer.end("hashing")
 
     # Memory: either a plan decides where weights, activations and optimizer state live, or the
     # transformer simply stays on the device.
@@ -415,6 +415,7 @@ def build_session(
             ranks=ranks,
             layout=layout,
             traced=traced,
+            timer=timer,
         )
         controller = _planner(layout)(
             run, family, inputs, stepper, transfer.link, device, gc_freeze, emit
@@ -444,7 +445,9 @@ def build_session(
     )
     state.transformer.train()
     register_memory_roles(state, transfer, controller, managed)
+    timer.end("other")
     choose_attention(state, pipeline, validation, (resumed or {}).get("attention", ""), emit)
+    timer.end("attention")
     return Session(
         state=state,
         pipeline=pipeline,
@@ -532,23 +535,60 @@ def choose_backend(run: RunFile, environment: Mapping[str, str]) -> str | None:
     return "gloo" if 0 < num_gpus < num_local else None
 
 
-def _load_model(run: RunFile, ranks: RankGroup, emit: Emit) -> tuple[Family, str]:
-    """Load the model; return it with the digest of its weights, which all ranks have loaded."""
+def _load_model(
+    run: RunFile, ranks: RankGroup, unplanned: str, timer: PhaseTimer, emit: Emit
+) -> tuple[Family, Future[str]]:
+    """Load the model, and start to hash its weights in a thread, while the data are prepared.
+
+    If the weights change or move before the data are prepared, or if other ranks have to load the
+    same ones, the digest is complete when this returns.
+    """
     family = load_family(run.model, emit, is_first=ranks.local_rank == 0)
-    base_weights = family.weights_digest()
-    _check_same_model(ranks, base_weights)
-    return family, base_weights
+    timer.end("loading")
+    executor = ThreadPoolExecutor(1, thread_name_prefix="hash weights")
+    digest = executor.submit(family.weights_hasher())
+    executor.shutdown(wait=False)
+    is_frozen = run.adapter is not None and run.model.quantize == "none"
+    if unplanned or not is_frozen or ranks.world_size > 1:
+        _agreed_digest(ranks, digest)
+    timer.end("hashing")
+    return family, digest
 
 
-def _check_same_model(ranks: RankGroup, digest: str) -> None:
-    """Raise if the ranks have loaded different weights; `digest` is that of this rank's."""
-    digests = ranks.gather(digest)
+def _agreed_digest(ranks: RankGroup, digest: Future[str]) -> str:
+    """Wait for the digest of the weights, and raise if the ranks have loaded different ones."""
+    digests = ranks.gather(digest.result())
     other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
     if other is not None:
         raise ConfigError(
             f"{ranks.name(other)} has loaded other weights than {ranks.name(0)}. Let model.path "
             "name the same files on every machine."
         )
+    return digests[0]
+
+
+def _prepare_data(
+    run: RunFile,
+    family: Family,
+    transfer: BatchTransfer,
+    ranks: RankGroup,
+    ramp: AccumulationRamp | None,
+    emit: Emit,
+) -> tuple[DataPipeline, ExpertSchedule | None, ValidationSetup | None]:
+    """Encode the data and the prompts of validation, then free the text encoders."""
+    pipeline = DataPipeline(
+        *(run, family, transfer, Path(run.output_dir), emit, _encoding_ranks(run, ranks)),
+        [] if ramp is None else ramp.first_sizes(),
+    )
+    _warn_of_truncated_captions(family, pipeline.train_samples, emit)
+    schedule = build_expert_schedule(
+        run.train, family.boundary, drawn_token_counts(pipeline.order, family)
+    )
+    if schedule is not None and family.boundary is not None:
+        emit(Notice(schedule.describe(family.boundary)))
+    validation = build_validation(run, family, pipeline, emit)
+    family.release_text_encoder()
+    return pipeline, schedule, validation
 
 
 def _encoding_ranks(run: RunFile, ranks: RankGroup) -> Ranks:

@@ -28,6 +28,7 @@ from gracetune.distributed.ranks import SINGLE, connect_ranks
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError, RunFailedError
 from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
+from gracetune.events.phase_timer import PhaseTimer
 from gracetune.events.run_control import STOP_SIGNALS, VERBS, RunControl, reserve_folder
 from gracetune.events.trackers.prometheus import PrometheusSink
 from gracetune.events.trackers.tracker import TrackerOptions, TrackerSink, reporting_failures
@@ -93,6 +94,7 @@ def run_training(
     sinks: Iterable[Sink] = (),
     notices: Iterable[str] = (),
     telemetry: Mapping[str, Any] = MappingProxyType({}),
+    timer: PhaseTimer | None = None,
 ) -> RunEnded:
     """Train as the run file says, export the result and return the `RunEnded` event.
 
@@ -100,9 +102,10 @@ def run_training(
     checkpoint. Events go to `sinks`, to the log in the output folder and to the configured
     trackers. `notices` are remarks from reading the run file; they are written to the log.
     `telemetry` has arguments for `Telemetry`, such as other `sensors`. The returned event lists the
-    output files.
+    output files. `timer` was started with the process, to report how long its imports took.
     """
     started_at = time.monotonic()
+    (timer := timer or PhaseTimer()).end("imports")
     check_before_torch(run, resume_from)
     if not run.use_gh200_trainer:
         run = effective_run(run)
@@ -130,7 +133,6 @@ def run_training(
             )
         has_steps = snapshot is None or snapshot.progress.step < run.train.max_train_steps
         # Then open the event sinks, build the session, resume, train and export.
-        resumed = None if snapshot is None else snapshot.execution
         latest = LatestOutputs(folder, 0 if snapshot is None else snapshot.progress.step)
         trackers = open_trackers(run, folder, latest.step) if is_main else []
         with (
@@ -157,7 +159,10 @@ def run_training(
             if has_steps or not ranks.broadcast(has_current_outputs(run)):
                 with closing(
                     build_session(
-                        run, accelerator, events.emit, control, signals, resumed, layout=layout
+                        *(run, accelerator, events.emit, control, signals),
+                        resumed=None if snapshot is None else snapshot.execution,
+                        layout=layout,
+                        timer=timer,
                     )
                 ) as session:
                     latest.loads_in = session.tools_for_adapter()
@@ -165,7 +170,7 @@ def run_training(
                     snapshot = None  # its mapped files may be deleted while the run trains
                     if is_main:
                         _claim_folder(run, folder, progress, events)
-                    events.emit(_run_started(session, progress))
+                    _report_start(session, progress, timer)
                     with signals.deferred():
                         observer = Telemetry(
                             session, progress.step, last_seen=last_seen, **telemetry
@@ -439,17 +444,22 @@ def _supported_requests(run: RunFile) -> list[str]:
     return [verb for verb in VERBS if verb != "validate" or validation_enabled(run)]
 
 
-def _run_started(session: Session, progress: TrainProgress) -> RunStarted:
+def _report_start(session: Session, progress: TrainProgress, timer: PhaseTimer) -> None:
+    """Emit how long the start took, and what is trained."""
+    timer.end("other")
+    session.emit(timer.event())
     state = session.state
-    return RunStarted(
-        output_dir=state.run.output_dir,
-        model=state.family.name,
-        trainable_parameters=state.num_trained,
-        total_steps=state.run.train.max_train_steps,
-        start_step=progress.step,
-        num_samples=len(session.pipeline.train_samples),
-        device=str(state.accelerator.device),
-        precision=PRECISION_NAMES[state.accelerator.mixed_precision],
+    session.emit(
+        RunStarted(
+            output_dir=state.run.output_dir,
+            model=state.family.name,
+            trainable_parameters=state.num_trained,
+            total_steps=state.run.train.max_train_steps,
+            start_step=progress.step,
+            num_samples=len(session.pipeline.train_samples),
+            device=str(state.accelerator.device),
+            precision=PRECISION_NAMES[state.accelerator.mixed_precision],
+        )
     )
 
 

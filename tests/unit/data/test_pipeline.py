@@ -73,6 +73,21 @@ def test_batches_hold_the_latents_and_texts_of_their_own_samples(build):
         assert torch.equal(batch.text["tokens"][index], alone.text["tokens"][0])
 
 
+def test_the_encoders_are_identified_once(tiny_run, recorder, monkeypatch, tmp_path):
+    """Their files, which a large model has gigabytes of, are hashed for this."""
+    dataset = {"type": "shapes", "shapes": {"copies": 1}, "resolution": 24}
+    dataset["instance_data_dir"] = str(tmp_path / "shapes")
+    run = tiny_run(datasets=[dataset | {"id": name} for name in "abc"])
+    family, calls = load(run.model), []
+    identity = family.identity()
+    monkeypatch.setattr(type(family), "identity", lambda _: calls.append(1) or identity)
+    transfer = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), recorder)
+    folder = Path(run.output_dir)
+    folder.mkdir()
+    DataPipeline(run, family, transfer, folder, recorder).close()
+    assert len(calls) == 1
+
+
 def test_the_largest_batch_has_the_longest_text_of_the_run(build_dataset, folder):
     for number, words in enumerate((3, 21, 1, 12)):
         (folder / f"image {number}.png").rename(folder / f"{'word ' * words}{number}.png")

@@ -17,6 +17,7 @@ from gracetune.events.types import (
     RunStarted,
     StageChanged,
     StageProgress,
+    StartTimed,
     StepDone,
     Validated,
     WeightsStreamed,
@@ -115,6 +116,12 @@ def test_the_start_describes_what_is_trained() -> None:
     assert line == "train      12,345 trainable parameters, 640 samples, cpu fp32"
     (line,) = Plain().emit(started(start_step=40))
     assert line.startswith("resume     from step 40 of 100: ")
+
+
+def test_a_slow_start_is_explained_by_its_phases() -> None:
+    phases = {"loading": 8.2, "hashing": 0.4, "placing": 21.7}
+    assert Plain().emit(StartTimed(phases, 30.3)) == ["start      30 s: placing 22, loading 8"]
+    assert Plain().emit(StartTimed(phases, 9.9)) == []
 
 
 def test_the_first_and_last_step_and_one_every_five_seconds_are_shown() -> None:

@@ -26,6 +26,7 @@ from gracetune.events.types import (
     RatesSpread,
     RunDescribed,
     RunEnded,
+    StartTimed,
     StepDone,
     Validated,
 )
@@ -126,6 +127,7 @@ def test_descriptions_samples_health_and_histograms_are_sent(tmp_path):
     write_samples(grid)
     recorder = Recorder()
     events = [
+        StartTimed({"loading": 8.0}, 8.0),  # without a step, so it is only in the log
         RunDescribed(0, {}, {}, "", {"corrupt": [{"file": "a.png"}]}, {"batch": 1}),
         step_done(3),
         RatesSpread(3, "high", (1e-6, 1e-5), (4,)),

@@ -71,8 +71,8 @@ def test_only_the_files_that_training_reads_are_downloaded(server, folder):
     needed = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} - set(EXTRAS)
     assert set(server.downloads()) == needed
     assert (
-        load_family(located).weights_digest()
-        == load_family(section(path=str(folder))).weights_digest()
+        load_family(located).weights_hasher()()
+        == load_family(section(path=str(folder))).weights_hasher()()
     )
     texts = [event.text for event in events if isinstance(event, Notice)]
     assert any(text.startswith("model: downloading ") for text in texts)

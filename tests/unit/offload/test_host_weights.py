@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gracetune.distributed.ranks import SINGLE
-from gracetune.offload.copy_engine import SynchronousCopyEngine
+from gracetune.offload.copy_engine import CudaCopyEngine, SynchronousCopyEngine
 from gracetune.offload.host_weights import (
     SMALL_WEIGHT_DIVISOR,
     _different_weight,
@@ -160,3 +160,17 @@ def test_a_buffer_with_several_names_is_moved_once():
     assert model[0].a.device.type == "meta"
     assert model[0].a is model[0].b
     assert model[0].a is model[1].c
+
+
+def test_pages_exist_before_they_are_pinned(monkeypatch):
+    """The driver would create them one after the other; torch creates them in several threads."""
+    pinned = []
+
+    def register(_, pages):
+        pinned.append(pages.tolist())
+
+    monkeypatch.setattr(CudaCopyEngine, "_register", register)
+    monkeypatch.setattr(torch, "empty", lambda *size, **kind: torch.full(size, 7, **kind))
+    with record_cuda() as cuda:
+        RecordedCopyEngine(cuda).allocate_pinned(5)
+    assert pinned == [[0] * PAGESIZE]

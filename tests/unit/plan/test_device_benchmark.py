@@ -1,10 +1,12 @@
 """Rates are measured within the free memory, and compromises emit a notice."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from gracetune.offload.copy_engine import SynchronousCopyEngine
 from gracetune.plan import device_benchmark
 from gracetune.plan.device_benchmark import (
     BUFFER_PART,
@@ -13,6 +15,7 @@ from gracetune.plan.device_benchmark import (
     ROTATED_NBYTES,
     WARM_UP,
     KernelTimer,
+    measure_device,
     measure_gpu,
     probe_model_factory,
 )
@@ -80,6 +83,33 @@ def test_measured_buffers_fit_the_free_memory(free, edge, copied, recorder, monk
     measure_gpu(torch.device("cuda", 0), "wan22", recorder)
     assert found == [(edge, copied)]
     assert 2 * edge**2 <= free // BUFFER_PART
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_pinned_buffers_are_small_and_freed(fails, monkeypatch):
+    """torch's own allocator would keep pinned memory to the end of the run."""
+    held, sizes = [], []
+
+    class Engine(SynchronousCopyEngine):
+        def allocate_pinned(self, nbytes):
+            held.append(nbytes)
+            sizes.append(nbytes)
+            return super().allocate_pinned(nbytes)
+
+        def close(self):
+            held.clear()
+
+    def clock():
+        assert not fails, "the device is lost"
+        return next(ticks)
+
+    ticks = itertools.count()
+    monkeypatch.setattr(device_benchmark, "open_copy_engine", lambda *_: Engine())
+    monkeypatch.setattr(device_benchmark, "LINK_NBYTES", 100)
+    with pytest.raises(AssertionError) if fails else nullcontext():
+        measure_device(torch.device("cpu"), lambda: None, 16, 1000, clock)
+    assert sizes == [100, 100]
+    assert held == []
 
 
 @pytest.mark.parametrize("free", [-5, 0, BUFFER_PART * MIN_BUFFER_NBYTES - 1])

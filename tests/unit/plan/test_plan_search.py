@@ -56,6 +56,36 @@ def test_a_plan_never_exceeds_its_budget(device: int, host: int, samples: int) -
         assert plan.batch * plan.accumulation == samples
 
 
+@settings(max_examples=12, deadline=None)
+@given(
+    device=st.integers(300, 1500),
+    host=st.integers(500, 5000),
+    samples=st.sampled_from([1, 2]),
+    link=st.sampled_from([20.0, 100.0, 1000.0]),
+    compile=st.sampled_from([(True, False), (True,), (False,)]),
+    host_state=st.sampled_from([(0.0,), (0.0, 0.5, 1.0)]),
+)
+def test_the_best_plan_is_found_without_its_alternatives(
+    device: int, host: int, link: float, **choices: object
+) -> None:
+    model = build_model(4, speeds=replace(SPEEDS, link_in=link, link_out=link))
+    inputs = model, FIXED, PlanBudget(device, host), Constraints(**choices)
+    if next(candidates(*inputs), None) is None:
+        return
+    whole = find_best_plan(*inputs, simulated=True)
+    quick = find_best_plan(*inputs, simulated=True, only_best=True)
+    assert quick.best == whole.best
+    assert quick.num_tried <= whole.num_tried
+
+
+def test_the_search_for_the_best_plan_alone_ends_at_once_if_nothing_is_faster() -> None:
+    inputs = MODEL, FIXED, PlanBudget(PLENTY, PLENTY), Constraints(samples=4)
+    whole = find_best_plan(*inputs, simulated=True)
+    quick = find_best_plan(*inputs, simulated=True, only_best=True)
+    assert quick.best == whole.best
+    assert quick.num_tried < whole.num_tried / 2
+
+
 def test_more_memory_is_never_slower() -> None:
     speeds = [
         planned(device, samples=2).best.samples_per_second for device in range(450, 2000, 200)

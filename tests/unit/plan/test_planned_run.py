@@ -1,5 +1,7 @@
 """Runs in little device memory, rehearsed on the CPU, have the losses of plain runs."""
 
+import threading
+from contextlib import closing
 from dataclasses import asdict, replace
 
 import pytest
@@ -12,9 +14,12 @@ from gracetune.adapters.compute.fp8_linear import Fp8Linear
 from gracetune.adapters.compute.fused_lora import FusedLora
 from gracetune.config.checks import check_run
 from gracetune.config.schema import PlanSection, RunFile
+from gracetune.data.pipeline import DataPipeline
 from gracetune.errors import ConfigError, GracetuneError
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import Notice, RunDescribed, StepDone, WeightsStreamed
+from gracetune.models import pipeline_folder
+from gracetune.models.family import load_family
 from gracetune.plan import planner
 from gracetune.plan.machines import TYPICAL_LAUNCH_COSTS
 from gracetune.plan.planner_input import PlanProblem
@@ -45,6 +50,41 @@ def test_a_streamed_run_has_the_losses_of_a_resident_one(tiny_run, tmp_path, rec
     assert "\nplan: expect " in texts
     assert "gradient_checkpointing has no effect: the plan decides for each block" in texts
     assert planned == pytest.approx(plain, rel=1e-4)
+
+
+def open_session(run, recorder, tmp_path):
+    accelerator = start_accelerator(run)
+    return build_session(run, accelerator, recorder, RunControl(tmp_path), SignalHandler())
+
+
+def test_weights_are_hashed_while_the_data_are_prepared(tiny_run, recorder, tmp_path, monkeypatch):
+    has_data, hash_tensors = threading.Event(), pipeline_folder.digest_of_tensors
+
+    def hash_late(tensors):
+        assert has_data.wait(60), "the data were not prepared while the weights were hashed"
+        return hash_tensors(tensors)
+
+    def prepare(pipeline, *args):
+        create(pipeline, *args)
+        has_data.set()
+
+    create = DataPipeline.__init__
+    run = tiny_run(adapter={"rank": 2}, plan=LITTLE)
+    expected = load_family(run.model).weights_hasher()()
+    monkeypatch.setattr(pipeline_folder, "digest_of_tensors", hash_late)
+    monkeypatch.setattr(DataPipeline, "__init__", prepare)
+    with closing(open_session(run, recorder, tmp_path)) as session:
+        assert session.base_weights == expected
+
+
+@pytest.mark.parametrize("plan", [LITTLE, "off"])
+def test_an_error_while_hashing_ends_the_start(tiny_run, recorder, tmp_path, monkeypatch, plan):
+    def fail(_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(pipeline_folder, "digest_of_tensors", fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        open_session(tiny_run(adapter={"rank": 2}, plan=plan), recorder, tmp_path)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from gracetune.events.types import (
     RampChanged,
     RunEnded,
     RunStarted,
+    StartTimed,
     StepDone,
     Validated,
 )
@@ -83,6 +84,16 @@ def test_long_lived_objects_are_frozen_while_a_run_trains(tiny_run, recorder, mo
     run_training(tiny_run(train={"max_train_steps": GC_FREEZE_STEPS + 1}), sinks=[recorder])
     assert [step for step, is_frozen in frozen.items() if is_frozen] == [GC_FREEZE_STEPS + 1]
     assert gc.get_freeze_count() == 0
+
+
+def test_the_phases_of_the_start_are_timed(tiny_run, recorder):
+    run = tiny_run(adapter={"rank": 2}, plan={"device_memory": "1GB", "compile": "never"})
+    run_training(run, sinks=[recorder])
+    (timed,) = recorder.of(StartTimed)
+    phases = "imports loading hashing model encoding measuring tracing searching placing other"
+    assert timed.seconds.keys() == {*phases.split(), "attention"}
+    assert timed.total == pytest.approx(sum(timed.seconds.values()))
+    assert recorder.events.index(timed) < recorder.events.index(recorder.of(RunStarted)[0])
 
 
 def test_bf16_training_lowers_the_loss(tiny_run, recorder):

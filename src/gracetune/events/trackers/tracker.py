@@ -31,6 +31,7 @@ from gracetune.events.types import (
     RunEnded,
     RunStarted,
     StageProgress,
+    StartTimed,
     Validated,
 )
 
@@ -263,7 +264,7 @@ class TrackerSink:
                 self._call(lambda tracker: tracker.describe(_facts(event)))
             case RunEnded():
                 self._end(event.status)
-            case Notice() | StageProgress():
+            case Notice() | StageProgress() | StartTimed():
                 pass
             case _:
                 self._process_step(event)
@@ -277,7 +278,7 @@ class TrackerSink:
 
     def _process_step(self, event: Event) -> None:
         """Send what an event has about a step, unless an earlier process has sent that step."""
-        assert not isinstance(event, Notice | RunStarted | StageProgress)
+        assert not isinstance(event, Notice | RunStarted | StageProgress | StartTimed)
         if self._tracker is not None and event.step <= self._tracker.last_step:
             return
         if values := event_scalars(event):
