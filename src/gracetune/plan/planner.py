@@ -31,6 +31,7 @@ from gracetune.plan.bucket_seconds import planned_seconds
 from gracetune.plan.controller import CudaMemoryMeter, NullMemoryMeter, PlanController
 from gracetune.plan.device_benchmark import free_nbytes, measure_device, measure_gpu
 from gracetune.plan.machines import FITTED_CONSTANTS
+from gracetune.plan.managed import describe_other_access
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.planner_input import (
     BatchShapes,
@@ -170,9 +171,7 @@ def plan_run(
     problem = replace(problem, budget=budget, shapes=inputs.shapes)
     problem = problem.with_device_nbytes(preferred_nbytes)
     plan, was_checked = agreed_plan(problem, inputs.saved_plan, ranks, emit)
-    emit(Notice(f"plan: {describe(plan)}"))
-    emit(Notice(f"plan: expect {describe_speed(plan)}"))
-    emit(Notice(describe_shapes(problem, plan)))
+    _emit_plan(run, problem, plan, emit)
     if ranks.world_size > 1:
         together = ranks.world_size // inputs.layout.context_size * plan.samples_per_second
         emit(
@@ -202,6 +201,16 @@ def plan_run(
         size: planned_seconds(size_model, plan) for size, size_model in size_models.items()
     }
     return controller
+
+
+def _emit_plan(run: RunFile, problem: PlanProblem, plan: Plan, emit: Emit) -> None:
+    """Emit the decisions of a plan, the expected speed, and what that speed does not contain."""
+    emit(Notice(f"plan: {describe(plan)}"))
+    emit(Notice(f"plan: expect {describe_speed(plan)}"))
+    other_access = describe_other_access(run)
+    if other_access and plan.seconds.wait_managed > 0:
+        emit(Notice(f"plan: {other_access}", level="warning"))
+    emit(Notice(describe_shapes(problem, plan)))
 
 
 def _traced_as_computed(
