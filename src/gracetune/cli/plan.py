@@ -677,6 +677,8 @@ def _notes(
     run_file: RunFile, samples: int | None, config_note: str, budget: PlanBudget
 ) -> tuple[str, ...]:
     """Return the notes of the report. `config_note` is about the model's configuration, if any."""
+    from gracetune.plan.managed import describe_other_access
+
     notes = []
     if budget.ranks > 1:
         notes.append("speed and memory are those of one GPU, unless the line says otherwise")
@@ -689,22 +691,8 @@ def _notes(
             "a dataset cannot be listed here, so its cache is not counted in host memory; pass "
             "--samples"
         )
-    if budget.managed_nbytes and (access := _other_access(run_file)):
-        notes.append(
-            f"times of managed memory are those of managed_access: in_place, not of {access}: "
-            "prefetch takes longer over PCIe, pages on the device less"
-        )
+    if budget.managed_nbytes and (note := describe_other_access(run_file)):
+        notes.append(note)
     if config_note:
         notes.append(config_note)
     return tuple(notes)
-
-
-def _other_access(run_file: RunFile) -> str:
-    """Return the setting with which managed memory is not used in place; empty if there is none."""
-    from gracetune.config.environment import environment_settings, process_environment
-
-    access = run_file.gh200_optimizations.managed_access
-    if access != "auto":
-        return "" if access == "in_place" else f"managed_access: {access}"
-    pattern = environment_settings(process_environment()).access_pattern
-    return "" if pattern in (None, "cpu_first") else f"uvm_access_pattern: {pattern}"

@@ -241,7 +241,7 @@ class OptimizerStepper:
             RunFailedError: Device memory ran out after some weights had changed. Repeating the step
                 would update them twice.
         """
-        self._reserve_memory()
+        self.reserve_memory()
         self.wait_for_reader()
         try:
             self._step()
@@ -253,6 +253,40 @@ class OptimizerStepper:
                 "plan.device_memory, or with another optimizer."
             ) from error
         self.num_steps += 1
+
+    def reserve_memory(self) -> None:
+        """Allocate the device buffers for state from host memory, and test for other memory needs.
+
+        The test allocates and frees as much memory as new state will take. `step` calls this, so
+        that an error is raised before any weight has changed. Several ranks call it before `step`.
+
+        Raises:
+            torch.OutOfMemoryError: Memory is short. The step can be repeated after memory has been
+                freed.
+        """
+        sizes = [bucket.nbytes for bucket in self._buckets if bucket.host_pieces]
+        largest, count = max(sizes, default=0), min(self._settings.slots, len(sizes))
+        if len(self._slots) < count or largest > self._slot_nbytes:
+            for slot in self._slots:
+                slot.finish_copy_out()
+            self._slots.clear()
+            self._slots = [_StateSlot(self._engine.allocate_device(largest)) for _ in range(count)]
+        state = self._optimizer.state
+        is_complete = len(state) == sum(len(bucket.parameters) for bucket in self._buckets)
+        if self._managed is not None:
+            self._hold_managed(self._managed.memory, is_complete=is_complete)
+        if is_complete:
+            return
+        without_state = [
+            [p for p in bucket.parameters if p.grad is not None and not state.get(p)]
+            for bucket in self._buckets
+        ]
+        # New state stays on the device, except that of host buckets, which is there one at a time.
+        staying = [p for bucket in without_state[self._num_in_host :] for p in bucket]
+        passing = max(without_state[: self._num_in_host], key=_numel, default=[])
+        probed = [p for p in staying + passing for _ in range(self._fp32_tensors_per_parameter)]
+        probes = [torch.empty_like(p, dtype=torch.float32) for p in probed]
+        del probes
 
     def synchronize(self) -> None:
         """Block until all state that the last step updated has been copied to host memory."""
@@ -282,6 +316,7 @@ class OptimizerStepper:
             slot.bucket = None
         for bucket in self._buckets:
             self._free(bucket)
+        self._optimizer.state.clear()  # also so that no tensor of freed memory is left after errors
         hosted = {p for bucket in self._buckets[: self._num_in_host] for p in bucket.parameters}
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -314,36 +349,6 @@ class OptimizerStepper:
     @property
     def _slot_nbytes(self) -> int:
         return len(self._slots[0].memory) if self._slots else 0
-
-    def _reserve_memory(self) -> None:
-        """Allocate the device buffers for state from host memory, and test for other memory needs.
-
-        The test allocates and frees as much memory as new state will take. If memory is short, the
-        error is then raised before any weight has changed.
-        """
-        sizes = [bucket.nbytes for bucket in self._buckets if bucket.host_pieces]
-        largest, count = max(sizes, default=0), min(self._settings.slots, len(sizes))
-        if len(self._slots) < count or largest > self._slot_nbytes:
-            for slot in self._slots:
-                slot.finish_copy_out()
-            self._slots.clear()
-            self._slots = [_StateSlot(self._engine.allocate_device(largest)) for _ in range(count)]
-        state = self._optimizer.state
-        is_complete = len(state) == sum(len(bucket.parameters) for bucket in self._buckets)
-        if self._managed is not None:
-            self._hold_managed(self._managed.memory, is_complete=is_complete)
-        if is_complete:
-            return
-        without_state = [
-            [p for p in bucket.parameters if p.grad is not None and not state.get(p)]
-            for bucket in self._buckets
-        ]
-        # New state stays on the device, except that of host buckets, which is there one at a time.
-        staying = [p for bucket in without_state[self._num_in_host :] for p in bucket]
-        passing = max(without_state[: self._num_in_host], key=_numel, default=[])
-        probed = [p for p in staying + passing for _ in range(self._fp32_tensors_per_parameter)]
-        probes = [torch.empty_like(p, dtype=torch.float32) for p in probed]
-        del probes
 
     def _hold_managed(self, memory: ManagedMemory, *, is_complete: bool) -> None:
         """Hold the managed memory of state that does not exist yet; raise if it is not there.

@@ -515,6 +515,10 @@ def calibrate(
 
     Then the bandwidth between host and device is chosen such that the simulated step takes the
     measured time.
+
+    Kernels wait for managed memory while they run, so stalls do not contain that. If a plan has
+    any, time that is longer than predicted counts as waiting for it, because its prediction is the
+    least certain: it depends on where pages are.
     """
     if _is_memory_off(plan, measured):
         assert measured.peak_nbytes is not None
@@ -540,17 +544,28 @@ def _fit_rates(
     model: CostModel, fixed: FixedMemory, plan: Plan, seconds: float, stalled_s: float
 ) -> CostModel:
     predicted = plan.seconds
-    waits = predicted.wait_weights + predicted.wait_activations
-    compute_factor = (seconds - stalled_s) / (predicted.step - waits)
+    managed_s = predicted.wait_managed
+    waits = predicted.wait_weights + predicted.wait_activations + managed_s
+    computed = predicted.step - waits
+    compute_factor = (seconds - stalled_s) / computed
     if compute_factor <= 0:  # the step was nothing but stalls, which says nothing about compute
         compute_factor = 1.0
+    in_place_factor: float | None = None
+    if managed_s > 0:
+        compute_factor = min(compute_factor, 1.0)
+        measured_s = seconds - stalled_s - compute_factor * computed
+        measured_s = max(measured_s, managed_s / MAX_LINK_FACTOR)
+        in_place_factor = max(managed_s / measured_s, MIN_LINK_FACTOR)
+
+    def rescaled(link_factor: float) -> CostModel:
+        return model.rescaled(compute_factor, link_factor, in_place_factor)
 
     def step_with(link_factor: float) -> float:
-        rescaled = model.rescaled(compute_factor, link_factor)
-        return predict(rescaled, candidate_of(plan), fixed, simulated=False).seconds.step
+        again = predict(rescaled(link_factor), candidate_of(plan), fixed, simulated=False)
+        return again.seconds.step
 
     uses_link = predicted.link_in > 0 or predicted.link_out > 0
-    return model.rescaled(compute_factor, _fit_link(seconds, step_with) if uses_link else 1.0)
+    return rescaled(_fit_link(seconds, step_with) if uses_link else 1.0)
 
 
 def _fit_link(seconds: float, step_with: Callable[[float], float]) -> float:

@@ -244,14 +244,21 @@ class CostModel:
         """The bytes of the trained weights."""
         return self._shapes.trained_nbytes
 
-    def rescaled(self, compute_factor: float, link_factor: float) -> CostModel:
-        """Return a copy with scaled compute times and scaled host-device bandwidth."""
+    def rescaled(
+        self, compute_factor: float, link_factor: float, in_place_factor: float | None = None
+    ) -> CostModel:
+        """Return a copy with scaled compute times and scaled host-device bandwidth.
+
+        `in_place_factor` scales the bandwidth with which kernels use managed memory; by default,
+        it is scaled like that of copies.
+        """
         other = copy(self)
         other.rates = replace(
             self.rates,
             link_in=self.rates.link_in * link_factor,
             link_out=self.rates.link_out * link_factor,
-            in_place=self.rates.in_place * link_factor,
+            in_place=self.rates.in_place
+            * (link_factor if in_place_factor is None else in_place_factor),
         )
         other._compute_factor = self._compute_factor * compute_factor
         other._costs = {}

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from gracetune.config.environment import environment_settings, process_environment
+
 if TYPE_CHECKING:
     from gracetune.config.schema import RunFile
     from gracetune.memory.managed_roles import ManagedRole
@@ -35,6 +37,22 @@ NOT_MANAGED: tuple[ManagedRole, ...] = ()
 NOT_ON_RANKS: tuple[ManagedRole, ...] = ("gradients",)
 """Roles that several ranks cannot have in managed memory: they add up gradients in buffers on the
 device, which replace the gradients."""
+
+
+def describe_other_access(run: RunFile) -> str:
+    """Return that the run does not use managed memory in place, as predicted; empty if it does."""
+    access: str = run.gh200_optimizations.managed_access
+    setting = f"managed_access: {access}"
+    if access == "auto":
+        pattern = environment_settings(process_environment()).access_pattern
+        access = "in_place" if pattern in (None, "cpu_first") else pattern
+        setting = f"uvm_access_pattern: {pattern}"
+    if access == "in_place":
+        return ""
+    return (
+        f"times of managed memory are those of managed_access: in_place, not of {setting}: "
+        "prefetch takes longer over PCIe, pages on the device less"
+    )
 
 
 class ManagedPlacer(Protocol):

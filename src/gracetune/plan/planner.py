@@ -32,6 +32,7 @@ from gracetune.plan.bucket_seconds import planned_seconds
 from gracetune.plan.controller import CudaMemoryMeter, NullMemoryMeter, PlanController
 from gracetune.plan.device_benchmark import free_nbytes, measure_device, measure_gpu
 from gracetune.plan.machines import FITTED_CONSTANTS
+from gracetune.plan.managed import describe_other_access
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.planner_input import (
     BatchShapes,
@@ -176,7 +177,7 @@ def plan_run(
     problem = problem.with_device_nbytes(preferred_nbytes)
     plan, was_checked = agreed_plan(problem, inputs.saved_plan, ranks, emit)
     inputs.timer.end("searching")
-    _report_plan(problem, plan, inputs.layout, emit)
+    _report_plan(run, problem, plan, inputs.layout, emit)
     if run.model.frozen_compute == "fp8":
         check_fp8_support(device)
         inputs.convert_to_fp8()  # after tracing, so that a plan that does not fit fails early
@@ -225,9 +226,15 @@ def _traced_as_computed(
     return of_copy
 
 
-def _report_plan(problem: PlanProblem, plan: Plan, layout: Layout, emit: Emit) -> None:
+def _report_plan(
+    run: RunFile, problem: PlanProblem, plan: Plan, layout: Layout, emit: Emit
+) -> None:
+    """Emit the decisions of a plan, the expected speed, and what that speed does not contain."""
     emit(Notice(f"plan: {describe(plan)}"))
     emit(Notice(f"plan: expect {describe_speed(plan)}"))
+    other_access = describe_other_access(run)
+    if other_access and plan.seconds.wait_managed > 0:
+        emit(Notice(f"plan: {other_access}", level="warning"))
     emit(Notice(describe_shapes(problem, plan)))
     num_ranks = layout.ranks.world_size
     if num_ranks > 1:

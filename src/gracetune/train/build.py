@@ -86,17 +86,19 @@ from gracetune.train.managed_overflow import (
     ManagedRun,
     NoManagedRun,
     build_managed_run,
+    device_full,
     managed_cap,
+    place_model,
 )
 from gracetune.train.objective import min_snr_notes
 from gracetune.train.prepare_model import (
     choose_attention,
     compares_blocks,
     divide_tokens,
+    divide_weights,
     enable_gradient_checkpointing,
     gathered_dtype,
     make_trainable,
-    place_weights,
     prepare_transformer,
     quantize_frozen,
     reason_unplanned,
@@ -119,6 +121,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from concurrent.futures import Future
 
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from gracetune.cache.batch_transfer import BatchTransfer
@@ -205,6 +208,7 @@ class Session:
             self.state.layout.describe(),
             positional=self.state.dropout is not None,
             splits=self.ramp is None or self.ramp.is_split,
+            overflowed=self.managed.overflowed,
         ) | ({} if self.state.skips is None else {SKIPPED_KEY: self.state.skips.steps})
 
     def resume(self, snapshot: Snapshot | None) -> TrainProgress:
@@ -226,17 +230,9 @@ class Session:
         if changes:
             text = "the result may differ in rounding from that of an uninterrupted run: "
             self.emit(Notice(f"{text}{'; '.join(changes)}", level="warning", fallback=True))
-        shards = None if state.sharded is None else state.sharded.shards()
-        restore_weights(state.parameters, tensors["weights"], shards)
-        restore_optimizer(
-            state.optimizer,
-            state.parameters,
-            tensors["optimizer"],
-            state.stepper.load_state_dict,
-            shards,
-        )
-        if state.ema is not None:
-            restore_weights(state.ema.averages, tensors["ema"], shards)
+        while reason := self._restore(tensors):
+            if not self.free_device_memory(reason, snapshot.progress.step):
+                raise device_full(reason, self.managed)
         rng = tensors.get(f"generators-{state.layout.data_rank}")
         if rng is not None:
             restore_rng(rng)
@@ -244,6 +240,29 @@ class Session:
             text = "the checkpoint has no RNG state for the added ranks: their dropout is reseeded"
             self.emit(Notice(text, level="warning", fallback=True))
         return snapshot.progress
+
+    def _restore(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> str:
+        """Load the tensors of a checkpoint to where a plan or an overflow has placed them.
+
+        Returns torch's message if the device of a rank is out of memory, else an empty string. All
+        ranks then free memory in the same way, and load the tensors again.
+        """
+        state, failure = self.state, ""
+        shards = None if state.sharded is None else state.sharded.shards()
+        try:
+            restore_weights(state.parameters, tensors["weights"], shards)
+            restore_optimizer(
+                state.optimizer,
+                state.parameters,
+                tensors["optimizer"],
+                state.stepper.load_state_dict,
+                shards,
+            )
+            if state.ema is not None:
+                restore_weights(state.ema.averages, tensors["ema"], shards)
+        except torch.OutOfMemoryError as error:
+            failure = str(error).splitlines()[0]
+        return next(filter(None, state.ranks.gather(failure)), "")
 
     def _report_other_ranks(self, snapshot: Snapshot) -> None:
         """Say whether steps have as many samples as with the ranks that saved the checkpoint.
@@ -337,8 +356,7 @@ def build_session(  # noqa: PLR0913  the parts of a run are objects of their own
     ramp = build_ramp(
         run, layout.data_size, is_split=resumed is None or resumed.get("batches") == SPLIT
     )
-    if ramp is not None:
-        _emit_all(emit, ramp_notes(ramp))
+    _emit_all(emit, [] if ramp is None else ramp_notes(ramp))
 
     # The model
     unplanned = reason_unplanned(run, device)
@@ -360,13 +378,14 @@ def build_session(  # noqa: PLR0913  the parts of a run are objects of their own
         else None
     )
     context = divide_tokens(run, family, layout, device, emit)
-    compares = compares_blocks(run, unplanned, layout, emit)
     references = (
-        build_references(family, checked_blocks or partial(random_block, ranks)) if compares else []
+        build_references(family, checked_blocks or partial(random_block, ranks))
+        if compares_blocks(run, unplanned, layout, emit)
+        else []
     )
     if run.train.gradient_checkpointing:
         enable_gradient_checkpointing(family, unplanned, emit)
-    sharded = place_weights(
+    sharded = divide_weights(
         run, family, layout, device, accelerator.mixed_precision, unplanned, emit
     )
 
@@ -395,8 +414,10 @@ def build_session(  # noqa: PLR0913  the parts of a run are objects of their own
     stepper = _build_stepper(run, optimizer, copy_engine, unplanned, emit)
     managed = build_managed_run(
         *(run, transfer.session, layout, family, parameters, stepper, pipeline.device_texts),
-        is_planned=not unplanned,
+        resumed,
     )
+    if unplanned and not layout.is_sharded:
+        place_model(family.transformer, device, managed)
     controller = None
     if not unplanned:
         # Imported here, because the planner takes seconds to import.

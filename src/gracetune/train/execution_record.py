@@ -17,7 +17,7 @@ from gracetune.models.attention_backends import current_backend
 from gracetune.models.family import transformers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from gracetune.models.family import Family
     from gracetune.plan.controller import PlanController
@@ -28,6 +28,9 @@ versions have no value: their masks came from torch's global generator."""
 SPLIT = "split"
 """Value of `batches` if batches are cut into pieces where a ramp starts below one micro-batch for
 each rank. Checkpoints of earlier versions have no value: they rounded such steps up."""
+OVERFLOWED_KEY = "overflowed"
+"""Key of the roles that a run has moved off the device because it was full. Checkpoints of earlier
+versions do not have it: their runs are resumed with everything on the device."""
 NAMES = {
     "device": "the device",
     "torch": "torch",
@@ -44,6 +47,7 @@ def execution_record(
     *,
     positional: bool,
     splits: bool = True,
+    overflowed: Sequence[str] = (),
 ) -> dict[str, object]:
     """Return how steps are computed now, for a checkpoint. Keys are stored: do not rename them."""
     transformer = next(iter(transformers_of(family.transformer).values()))
@@ -56,6 +60,7 @@ def execution_record(
         "batches": SPLIT if splits else "",
         "plan": None if controller is None else controller.record(),
         "layout": layout,
+        OVERFLOWED_KEY: list(overflowed),
     }
 
 

@@ -471,6 +471,10 @@ class ComparedStepper:
             self._twins, state.run.optimizer, derive_seed(state.run.seed, "rounding")
         )
 
+    def reserve_memory(self) -> None:
+        """Reserve the memory of the run's own update."""
+        self._stepper.reserve_memory()
+
     def step(self) -> None:
         """Update the run's parameters and their twins, and add up the differences."""
         before = {name: twin.detach().clone() for name, twin in self._twins.items()}

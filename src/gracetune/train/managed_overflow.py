@@ -3,13 +3,19 @@
 A run with `use_uvm` has a `ManagedRun`. The plan, or `gh200_optimizations.managed` in the run file,
 names roles that start in managed memory. With a plan they move when it is applied, because only
 then is known which weights are streamed. If a step runs out of device memory and no smaller plan is
-left, the training loop calls `overflow`, which moves the next role, and repeats the step.
+left, the training loop calls `overflow`, which moves the next role, and repeats the step. So does
+whatever needs device memory before the first step: placing the model without a plan, building the
+moving average, and loading a checkpoint.
+
+A checkpoint has the roles that overflowed. A resumed run moves them before it loads their contents,
+which would not fit on the device.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 
@@ -17,7 +23,7 @@ from gracetune.config.schema import ManagedRoleName
 from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.types import ManagedOverflow, Notice
 from gracetune.memory.managed_pool import PoolUnavailable
-from gracetune.memory.managed_roles import MANAGED_ROLES
+from gracetune.memory.managed_roles import MANAGED_ROLES, slab_nbytes
 from gracetune.memory.session import OVERFLOW_OFF
 from gracetune.models.family import transformers_of
 from gracetune.offload.copy_engine import OffloadError
@@ -29,6 +35,7 @@ from gracetune.offload.managed_tensors import (
 )
 from gracetune.optim.offloaded_state import ManagedState
 from gracetune.plan.managed import NOT_ON_RANKS, OVERFLOW_ORDER
+from gracetune.train.execution_record import OVERFLOWED_KEY
 from gracetune.train.step import Ema
 from gracetune.units import MIB, format_bytes, parse_bytes
 
@@ -62,6 +69,14 @@ assert set(ROLE_NAMES) == set(MANAGED_ROLES) == set(get_args(ManagedRoleName))
 SETTING = "gh200_optimizations.managed"
 PREFETCHED: tuple[ManagedRole, ...] = ("weights", "trained", "optimizer", "ema")
 """Roles that a step uses in a known order, so that they can be prefetched."""
+MODEL_ROLES: tuple[ManagedRole, ...] = ("weights", "trained")
+"""Roles that move if the model itself has too little device memory."""
+PLANNED = "plan"
+"""Reason why a role is in managed memory: the plan keeps it there."""
+NO_SPACE_FOR_EMA = "The moving average of the weights does not fit on the device"
+EMA_FIX = "set train.ema_decay: 0, or train fewer weights"
+RESUMED = "The run overflowed before it was resumed."
+"""Reason why a role is in managed memory: it overflowed before the checkpoint was saved."""
 MIN_CACHES_NBYTES = 64 * MIB
 """Fewer text embeddings do not overflow: a step would be repeated for nothing."""
 
@@ -71,7 +86,7 @@ class DeviceFullError(RunFailedError, torch.OutOfMemoryError):
 
 
 class RoleTooLargeError(ConfigError, torch.OutOfMemoryError):
-    """Raised if a role that the run file keeps in managed memory exceeds the cap."""
+    """Raised if a role that the run file or the plan keeps in managed memory exceeds the cap."""
 
 
 def managed_cap(run: RunFile) -> int | None:
@@ -94,25 +109,34 @@ def build_managed_run(
     parameters: Mapping[str, Parameter],
     stepper: OptimizerStepper,
     texts: DeviceTextCache,
-    *,
-    is_planned: bool,
+    resumed: Mapping[str, Any] | None = None,
 ) -> ManagedRun | NoManagedRun:
-    """Return the object that moves roles to managed memory.
+    """Return the object that moves roles to managed memory. All ranks must call this.
 
-    In a run without a plan, the roles that the run file names have moved; else a plan moves them.
-    If ranks divide the weights, nothing can move, which is emitted as a warning if the run file or
-    the environment asks for managed memory. That there is none is said with the other settings of
-    managed memory (`managed_memory_notice`).
+    A plan moves roles when it is applied; without a plan, `place_model` does. `resumed` is the
+    execution record of the checkpoint to resume from; None for a new run. If ranks divide the
+    weights, or one of them has no managed memory, nothing can move on any, which is emitted as a
+    warning. That there is none at all is said with the other settings of managed memory
+    (`managed_memory_notice`).
     """
     settings = run.gh200_optimizations
     roles = forced_roles(run)
-    memory, emit = session.managed, session.emit
-    if isinstance(memory, PoolUnavailable):
-        return NoManagedRun(memory.reason)
-    if settings.managed == "off":
-        return NoManagedRun(f"{SETTING} is off; auto lets a run continue in managed memory")
-    if not layout.is_sharded:
-        found = ManagedRun(
+    memory, emit, ranks = session.managed, session.emit, layout.ranks
+    reason = memory.reason if isinstance(memory, PoolUnavailable) else ""
+    if not reason and settings.managed == "off":
+        reason = f"{SETTING} is off; auto lets a run continue in managed memory"
+    reasons = ranks.gather(reason)
+    if all(reasons):
+        return NoManagedRun(reason)
+    if layout.is_sharded:
+        reason = "the ranks divide the weights (distributed.strategy), so none overflows"
+    elif any(reasons):
+        rank = next(rank for rank, text in enumerate(reasons) if text)
+        reason = f"{ranks.name(rank)} has none to use, so no rank does: {reasons[rank]}"
+    else:
+        assert not isinstance(memory, PoolUnavailable), memory
+        saved = () if resumed is None else resumed.get(OVERFLOWED_KEY, ())
+        return ManagedRun(
             memory=memory,
             emit=emit,
             parameters=parameters,
@@ -124,16 +148,12 @@ def build_managed_run(
             placements=_placements(settings.managed_access, roles, emit),
             forced=roles,
             reserve_nbytes=session.policy.stage2_below(session.machine.platform.device_bytes),
-            excluded=NOT_ON_RANKS if layout.ranks.world_size > 1 else (),
+            excluded=NOT_ON_RANKS if ranks.world_size > 1 else (),
+            resumed=[role for role in ("caches", *OVERFLOW_ORDER) if role in saved],
         )
-        if not is_planned:
-            found.place()
-        return found
-    reason = "the ranks divide the weights (distributed.strategy), so none overflows"
-    if roles or session.use_uvm:
-        what = f"{SETTING} ({', '.join(roles)})" if roles else "managed overflow"
-        text = f"{what} is not in use, and nothing is moved to managed memory: {reason}"
-        emit(Notice(text, level="warning", fallback=True))
+    what = f"{SETTING} ({', '.join(roles)})" if roles else "managed overflow"
+    text = f"{what} is not in use, and nothing is moved to managed memory: {reason}"
+    emit(Notice(text, level="warning", fallback=True))
     return NoManagedRun(reason)
 
 
@@ -158,8 +178,13 @@ def _placements(
     return placements
 
 
-def device_full(reason: str, managed: ManagedRun | NoManagedRun) -> DeviceFullError:
-    """Return the error for a step that has too little memory; it says what would help."""
+def device_full(
+    reason: str,
+    managed: ManagedRun | NoManagedRun,
+    cause: str = "No plan that needs less memory is left",
+    fix: str = "lower train.batch_size or the resolution, or train fewer weights",
+) -> DeviceFullError:
+    """Return the error for a run that has too little memory; it says what would help."""
     if isinstance(managed, NoManagedRun):
         advice = managed.reason
     else:
@@ -168,10 +193,33 @@ def device_full(reason: str, managed: ManagedRun | NoManagedRun) -> DeviceFullEr
         advice = (
             f"managed memory has {moved}, and gh200_optimizations.managed_memory limits it to {cap}"
         )
-    return DeviceFullError(
-        f"{reason.rstrip('.')}. No plan that needs less memory is left, and {advice}. Or lower "
-        "train.batch_size or the resolution, or train fewer weights."
-    )
+    return DeviceFullError(f"{reason.rstrip('.')}. {cause}, and {advice}. Or {fix}.")
+
+
+def place_model(model: nn.Module, device: torch.device, managed: ManagedRun | NoManagedRun) -> None:
+    """Move the model of a run without a plan to the device, and the run's roles to managed memory.
+
+    If the device has too little space, weights move to managed memory, as many as the cap allows.
+
+    Raises:
+        RoleTooLargeError: A role exceeds the cap.
+        DeviceFullError: The model does not fit, and nothing more can move.
+    """
+    managed.place()
+    while True:
+        try:
+            model.to(device)
+        except torch.OutOfMemoryError as error:
+            reason = _first_line(error)
+        else:
+            return
+        if not managed.overflow(reason, 0, MODEL_ROLES):
+            cause = "The model does not fit on the device without a plan"
+            raise device_full(reason, managed, cause, "set plan: auto, which streams weights")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +230,15 @@ class NoManagedRun:
     """Why there is none."""
     roles: Mapping[ManagedRole, int] = field(default_factory=dict)
     """Roles in managed memory: none."""
+    overflowed: Sequence[ManagedRole] = ()
+    """Roles that have left the device: none."""
     free_bytes: int = 0
     """Bytes of managed memory that may still be used: none."""
     reserve_nbytes: int = 0
     """Bytes of device memory that plans leave to managed pages: none."""
+
+    def place(self) -> None:
+        """Move nothing."""
 
     def place_planned(self, plan: Plan) -> None:
         """Move nothing."""
@@ -195,14 +248,24 @@ class NoManagedRun:
         """Free nothing."""
 
     def build_ema(self, parameters: Mapping[str, Parameter], decay: float) -> Ema | None:
-        """Build the moving average of the weights; None if `decay` is 0."""
-        return Ema(parameters, decay) if decay else None
+        """Build the moving average of the weights; None if `decay` is 0.
+
+        Raises:
+            DeviceFullError: The device has no space for it.
+        """
+        if not decay:
+            return None
+        try:
+            return Ema(parameters, decay)
+        except torch.OutOfMemoryError as error:
+            reason = _first_line(error)
+        raise device_full(reason, self, NO_SPACE_FOR_EMA, EMA_FIX)
 
     def wrap_engine(self, engine: CopyEngine) -> CopyEngine:
         """Return the same engine."""
         return engine
 
-    def overflow(self, reason: str, step: int) -> bool:  # noqa: ARG002
+    def overflow(self, reason: str, step: int, roles: Sequence[ManagedRole] = ()) -> bool:  # noqa: ARG002
         """Return False: nothing can move."""
         return False
 
@@ -236,6 +299,10 @@ class ManagedRun:
     reserve_nbytes: int = 0
     """Bytes of device memory that plans leave to managed pages: the threshold of stage 2. With
     less, a run that is as planned would have its caches and prefetched data reclaimed."""
+    resumed: list[ManagedRole] = field(default_factory=list)
+    """Roles that overflowed before the run was resumed, and have not been moved again yet."""
+    overflowed: list[ManagedRole] = field(default_factory=list)
+    """Roles that have left the device because it was full, in this order."""
     planned: set[ManagedRole] = field(default_factory=set)
     """Roles that the plan or the run file has placed in managed memory."""
     streamed: Collection[int] = ()
@@ -258,6 +325,7 @@ class ManagedRun:
             RoleTooLargeError: A role exceeds the cap.
         """
         self._place(self.forced, None)
+        self._place_resumed()
 
     def place_planned(self, plan: Plan) -> None:
         """Move the roles of a plan that are not in managed memory yet, before it is applied.
@@ -271,6 +339,7 @@ class ManagedRun:
         self.memory.hold("activations", 0)  # those of an earlier plan
         # The planner leaves out what the ranks cannot have in managed memory.
         self._place(dict.fromkeys([*plan.managed, *self.forced]), plan)
+        self._place_resumed()
 
     def free_unused(self) -> None:
         """Free managed memory of weights that a changed plan streams; call when it is applied."""
@@ -284,7 +353,7 @@ class ManagedRun:
         for role in roles:
             is_first = role not in self.planned
             self.planned.add(role)
-            reason = SETTING if role in self.forced else "plan"
+            reason = self._chosen_by(role)
             why = self._reason_unused(role, plan)
             if why:
                 if is_first:
@@ -314,15 +383,41 @@ class ManagedRun:
             return "all weights are trained or streamed"
         return ""
 
+    def _chosen_by(self, role: ManagedRole) -> str:
+        return SETTING if role in self.forced else PLANNED
+
     def _checked_move(self, role: ManagedRole, reason: str) -> None:
         try:
             nbytes = self.move(role, reason)
         except torch.OutOfMemoryError as error:
-            raise RoleTooLargeError(
-                f"{SETTING} has {role}, which does not fit: {str(error).rstrip('.')}. Or take "
-                f"{role} out of {SETTING}."
-            ) from error
+            raise self._too_large(role, error) from error
         self._report_placed(role, nbytes, reason)
+
+    def _too_large(self, role: ManagedRole, error: Exception) -> RoleTooLargeError:
+        """Return the error for a role that exceeds the cap; it says who wants it there."""
+        why = str(error).rstrip(".")
+        if role in self.forced:
+            return RoleTooLargeError(
+                f"{SETTING} has {role}, which does not fit: {why}. Or take {role} out of {SETTING}."
+            )
+        return RoleTooLargeError(
+            f"The plan keeps {ROLE_NAMES[role]} in managed memory, which does not fit: {why}. Or "
+            f"set {SETTING}: off, to plan without managed memory."
+        )
+
+    def _place_resumed(self) -> None:
+        """Move what overflowed before the run was resumed, as far as the cap allows.
+
+        The contents of the checkpoint are loaded later, to where the roles then are. The moving
+        average is built later, so room for it is held.
+        """
+        if "ema" in self.resumed and "ema" not in self.planned:
+            with suppress(torch.OutOfMemoryError):
+                self.memory.hold("ema", slab_nbytes(self.parameters.values()))
+        for role in [role for role in self.resumed if role != "ema"]:
+            self.resumed.remove(role)
+            if role not in self.roles and self._is_on_device(role):
+                self._try_to_move(role, RESUMED, 0)
 
     def move(self, role: ManagedRole, reason: str, step: int = 0, *, partly: bool = False) -> int:
         """Move a role to managed memory; return the bytes that were or will be allocated.
@@ -363,8 +458,12 @@ class ManagedRun:
     def build_ema(self, parameters: Mapping[str, Parameter], decay: float) -> Ema | None:
         """Build the moving average of the weights, in managed memory if that is planned.
 
+        It is built there as well if the device has no space, or had none before the run was
+        resumed.
+
         Raises:
             RoleTooLargeError: It exceeds the cap.
+            DeviceFullError: Neither the device nor managed memory has space for it.
         """
         if not decay:
             if "ema" in self.planned:
@@ -373,19 +472,37 @@ class ManagedRun:
                 self.emit(Notice(text, level="warning", fallback=True))
             return None
         if "ema" not in self.planned:
-            self.ema = Ema(parameters, decay)
-            return self.ema
+            return self._build_fitting_ema(parameters, decay)
         try:
             self.ema = Ema(parameters, decay, self.state_of("ema"))
         except torch.OutOfMemoryError as error:
-            raise RoleTooLargeError(
-                f"{SETTING} has ema, which does not fit: {str(error).rstrip('.')}. Or take ema out "
-                f"of {SETTING}."
-            ) from error
-        reason = SETTING if "ema" in self.forced else "plan"
+            raise self._too_large("ema", error) from error
+        reason = self._chosen_by("ema")
         self._record("ema", self.ema.managed_nbytes, reason, 0)
         self._report_placed("ema", self.ema.managed_nbytes, reason)
         return self.ema
+
+    def _build_fitting_ema(self, parameters: Mapping[str, Parameter], decay: float) -> Ema:
+        """Build the moving average where there is space: on the device, or in managed memory."""
+        places = [None, self.state_of("ema")]
+        reasons = []
+        if "ema" in self.resumed:
+            self.resumed.remove("ema")
+            places.reverse()
+            reasons.append(RESUMED)
+        for place in places:
+            try:
+                self.ema = Ema(parameters, decay, place)
+            except torch.OutOfMemoryError as error:
+                reasons.append(_first_line(error))
+                continue
+            if place is None:
+                self.memory.hold("ema", 0)
+            else:
+                self._record("ema", self.ema.managed_nbytes, reasons[0], 0)
+                self._report_overflow("ema", reasons[0], self._in_managed("ema"))
+            return self.ema
+        raise device_full(" ".join(reasons), self, NO_SPACE_FOR_EMA, EMA_FIX)
 
     def wrap_engine(self, engine: CopyEngine) -> CopyEngine:
         """Return a copy engine that offloads activations to managed memory, if that is planned."""
@@ -412,27 +529,27 @@ class ManagedRun:
         text = f"memory: managed memory has {ROLE_NAMES[role]}, {format_bytes(nbytes)} ({reason})"
         self.emit(Notice(text))
 
-    def overflow(self, reason: str, step: int) -> bool:
+    def overflow(
+        self, reason: str, step: int, roles: Sequence[ManagedRole] = ("caches", *OVERFLOW_ORDER)
+    ) -> bool:
         """Move the next role that is on the device, after an out-of-memory error.
 
-        `reason` is the error's text. Returns False if no role is left, or the cap allows none.
-        Optimizer state that exceeds the cap is streamed from pinned host memory instead.
+        `reason` is the error's text. Returns False if none of `roles` is left, or the cap allows
+        none. Optimizer state that exceeds the cap is streamed from pinned host memory instead.
         """
-        for role in ("caches", *OVERFLOW_ORDER):
-            if role in self.roles or not self._is_on_device(role):
-                continue
-            try:
-                nbytes = self.move(role, reason, step, partly=True)
-            except torch.OutOfMemoryError as error:
-                text = f"{ROLE_NAMES[role]} cannot move to managed memory: {error}"
-                self.emit(Notice(text, level="warning", fallback=True))
-                if role == "optimizer" and self._stream_state(reason):
-                    return True
-                continue
-            moved = f"{ROLE_NAMES[role]} in managed memory ({format_bytes(nbytes)})"
-            self._report_overflow(reason, moved)
-            return True
-        return False
+        waiting = (r for r in roles if r not in self.roles and self._is_on_device(r))
+        return any(self._try_to_move(role, reason, step) for role in waiting)
+
+    def _try_to_move(self, role: ManagedRole, reason: str, step: int) -> bool:
+        """Move as much of a role as the cap allows; return False if that is nothing."""
+        try:
+            self.move(role, reason, step, partly=True)
+        except torch.OutOfMemoryError as error:
+            text = f"{ROLE_NAMES[role]} cannot move to managed memory: {error}"
+            self.emit(Notice(text, level="warning", fallback=True))
+            return role == "optimizer" and self._stream_state(reason)
+        self._report_overflow(role, reason, self._in_managed(role))
+        return True
 
     def _stream_state(self, reason: str) -> bool:
         """Keep the optimizer state in pinned host memory; return False if that has no space."""
@@ -442,10 +559,15 @@ class ManagedRun:
             text = f"{ROLE_NAMES['optimizer']} cannot move to host memory either: {error}"
             self.emit(Notice(text, level="warning", fallback=True))
             return False
-        self._report_overflow(reason, f"{ROLE_NAMES['optimizer']} streamed from host memory")
+        what = f"{ROLE_NAMES['optimizer']} streamed from host memory"
+        self._report_overflow("optimizer", reason, what)
         return True
 
-    def _report_overflow(self, reason: str, what: str) -> None:
+    def _in_managed(self, role: ManagedRole) -> str:
+        return f"{ROLE_NAMES[role]} in managed memory ({format_bytes(self.roles[role])})"
+
+    def _report_overflow(self, role: ManagedRole, reason: str, what: str) -> None:
+        self.overflowed.append(role)
         text = f"{reason} Continuing, but slower, with {what}."
         self.emit(Notice(text, level="warning", fallback=True))
 

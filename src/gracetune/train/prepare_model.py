@@ -149,7 +149,7 @@ def quantize_frozen(run: RunFile, family: Family, emit: Emit) -> None:
     emit(Notice(f"model: {count} linear layers of the frozen model are quantized to {kind}"))
 
 
-def place_weights(
+def divide_weights(
     run: RunFile,
     family: Family,
     layout: Layout,
@@ -158,11 +158,11 @@ def place_weights(
     unplanned: str,
     emit: Emit,
 ) -> ShardedParameters | None:
-    """Move the transformers to the device, or divide them among ranks; a plan comes later.
+    """Divide the transformers among ranks, if the run file says so, and return the divided weights.
 
-    `precision` is Accelerate's: with `bf16`, divided blocks gather their weights in bf16.
-    `unplanned` is the reason for having no memory plan, which is logged. Returns the divided
-    weights, if they are.
+    Otherwise, a plan or `place_model` moves them to the device later. `precision` is Accelerate's:
+    with `bf16`, divided blocks gather their weights in bf16. `unplanned` is the reason for having
+    no memory plan, which is logged.
     """
     idle = idle_plan_notice(run, unplanned, is_sharded=layout.is_sharded)
     if idle is not None:
@@ -189,7 +189,6 @@ def place_weights(
             )
         if run.plan != "off":
             emit(unplanned_notice(run, unplanned))
-        family.transformer.to(device)
     return None
 
 

@@ -324,6 +324,8 @@ def _raise_if_any_failed(ranks: RankGroup, failure: str) -> None:
 
 
 def _update_weights(state: TrainState) -> None:
+    if state.ranks.world_size > 1 and state.sharded is None:
+        _reserve_update(state)
     try:
         state.stepper.step()
     except torch.OutOfMemoryError as error:
@@ -334,6 +336,19 @@ def _update_weights(state: TrainState) -> None:
             f"update ({str(error).splitlines()[0]}). Checkpoints are kept. Lower "
             "plan.device_memory and run the same command again."
         ) from error
+
+
+def _reserve_update(state: TrainState) -> None:
+    """Reserve the memory of the optimizer's update, or raise on all ranks if one has too little.
+
+    The optimizer creates its state in its first update, so that is where memory ends most often.
+    """
+    failure = ""
+    try:
+        state.stepper.reserve_memory()
+    except torch.OutOfMemoryError as error:
+        failure = str(error).splitlines()[0]
+    _raise_if_any_failed(state.ranks, failure)
 
 
 def batch_losses(state: TrainState, batch: Batch, turn: ExpertTurn = SINGLE_TRANSFORMER) -> Tensor:

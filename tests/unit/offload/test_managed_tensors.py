@@ -166,6 +166,18 @@ def test_gradients_do_not_move_on_several_ranks(memory):
     assert memory.slabs == ()
 
 
+def test_room_for_a_moving_average_that_overflowed_before_is_held_until_it_is_built(memory):
+    model = Model()
+    run = managed_run(model, memory, resumed=["ema"])
+    run.parameters = dict(model.named_parameters())
+    run.place()
+    held = memory.held_bytes
+    run.build_ema(run.parameters, 0.9)
+    assert memory.by_role() == {"ema": held}
+    run.place_planned(SimpleNamespace(managed=(), streamed=()))
+    assert memory.held_bytes == 0, "another plan holds nothing for it again"
+
+
 def test_cached_texts_overflow_first_if_that_helps(memory, monkeypatch):
     texts = DeviceTextCache({"a prompt": {"embeddings": torch.ones(MIB // 4)}})
     run = managed_run(Model(), memory)

@@ -68,6 +68,32 @@ def test_state_moves_during_a_run(host_share):
     assert_same(managed.tensors(), on_device.tensors())
 
 
+def test_state_that_cannot_be_loaded_leaves_no_tensors_of_freed_memory(monkeypatch):
+    """The run then moves state, which would read them, and loads the checkpoint again."""
+    before, managed = Training(), Managed(share=0.3)
+    for training in (before, managed):
+        training.train(range(3))
+    saved = flatten_optimizer_state(before.optimizer, before.named)
+    load, calls = torch.optim.Optimizer.load_state_dict, []
+
+    def full_once(*given):
+        calls.append(given)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        load(*given)
+
+    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", full_once)
+    arguments = managed.optimizer, managed.named, saved, managed.stepper.load_state_dict
+    with pytest.raises(torch.OutOfMemoryError):
+        restore_optimizer(*arguments)
+    assert managed.booked() == 0
+    assert not managed.optimizer.state
+    managed.stepper.keep_managed(managed.state)
+    restore_optimizer(*arguments)
+    restored = flatten_optimizer_state(managed.optimizer, managed.named)
+    assert all(torch.equal(restored[name], tensor) for name, tensor in saved.items())
+
+
 def test_a_checkpoint_is_loaded_into_managed_memory():
     before, managed = Training(), Managed()
     before.train(range(3))

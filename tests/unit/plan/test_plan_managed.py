@@ -7,6 +7,7 @@ from cost_model_factory import SPEEDS, build_candidate, build_model
 from problem_factory import build_problem
 
 from gracetune.config.schema import RunFile
+from gracetune.plan.controller import StepMeasurement, calibrate
 from gracetune.plan.managed import managed_choices, managed_nbytes, managed_seconds
 from gracetune.plan.memory import FixedMemory, device_bytes, host_bytes
 from gracetune.plan.report import ReportHeading, _places, describe, report_json, report_lines
@@ -165,6 +166,37 @@ def test_choices_of_run_files():
     assert managed_choices(forced) == (("optimizer",),)
     on_host = managed_choices(run(optimizer={"state": "host"}))
     assert not any("optimizer" in roles for roles in on_host)
+
+
+@pytest.mark.parametrize("slower", [0.5, 2.5])
+def test_a_wrong_prediction_of_managed_memory_is_not_blamed_on_compute(slower):
+    """Pages that are prefetched over PCIe take 2.5 times as long as those used in place."""
+    model = build_model()
+    model.rates = SLOW
+    one = candidate("optimizer", streamed=2)
+    plan = predict(model, one, FIXED, simulated=False)
+    waits = plan.seconds.wait_weights + plan.seconds.wait_activations
+    assert plan.seconds.wait_managed > 0.3 * plan.seconds.step
+    seconds = plan.seconds.step + (slower - 1) * plan.seconds.wait_managed
+    measured = StepMeasurement(seconds, waits, plan.device.total)
+    calibrated, fixed = calibrate(model, FIXED, plan, measured)
+    again = predict(calibrated, one, fixed, simulated=False).seconds
+    assert again.wait_managed == pytest.approx(slower * plan.seconds.wait_managed)
+    assert again.step == pytest.approx(seconds)
+    assert again.gemm == pytest.approx(plan.seconds.gemm)
+    assert calibrated.rates.link_in == model.rates.link_in
+
+
+def test_time_that_managed_memory_does_not_explain_is_that_of_compute():
+    model = build_model()
+    model.rates = SLOW
+    plan = predict(model, candidate("ema"), FIXED, simulated=False)
+    computed = plan.seconds.step - plan.seconds.wait_managed
+    measured = StepMeasurement(0.5 * computed, 0.0, plan.device.total)
+    calibrated, fixed = calibrate(model, FIXED, plan, measured)
+    again = predict(calibrated, candidate("ema"), fixed, simulated=False).seconds
+    assert again.gemm == pytest.approx(0.5 * plan.seconds.gemm)
+    assert again.wait_managed == pytest.approx(plan.seconds.wait_managed / 4), "the least"
 
 
 def test_the_report_has_roles_in_two_places():

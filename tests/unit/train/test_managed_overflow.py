@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from diffusers import SD3Transformer2DModel
 from fakes.managed import simulate_machine
+from fork_process import run_ranks
 from safetensors.torch import load_file
 
 from gracetune.config.schema import RunFile
@@ -23,12 +26,13 @@ from gracetune.memory.shim import ShimCounters, ShimError
 from gracetune.memory.stats import Tier
 from gracetune.offload.copy_engine import OffloadError
 from gracetune.plan import apply, planner
+from gracetune.plan.controller import PlanController
 from gracetune.plan.managed import managed_choices
 from gracetune.plan.search import predict
 from gracetune.plan.simulate import candidate_of
 from gracetune.train import step as stepping
 from gracetune.train.run import run_training
-from gracetune.units import format_bytes
+from gracetune.units import MIB, format_bytes
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
 UVM = {"use_uvm": True}
@@ -45,15 +49,18 @@ ALL_ROLES = ["trained", "gradients", "optimizer", "ema"]
 
 @pytest.fixture
 def train(tiny_run, tmp_path, recorder):
-    """Return a function that trains all weights for four steps; it returns losses and tensors."""
+    """Return a function that trains all weights for four steps; it returns losses and tensors.
+
+    With another number of steps, or in the folder of an earlier run, which is then resumed.
+    """
     folders = (tmp_path / str(number) for number in itertools.count())
 
-    def run_once(gh200=None, plan="off", **settings):
+    def run_once(gh200=None, plan="off", steps=4, folder=None, **settings):
         recorder.events.clear()
         run = tiny_run(
-            output_dir=str(next(folders)),
+            output_dir=str(folder or next(folders)),
             adapter=settings.pop("adapter", None),
-            train=settings.pop("train", TRAIN),
+            train=settings.pop("train", TRAIN | {"max_train_steps": steps}),
             gh200_optimizations=gh200 or {},
             plan=plan,
             **settings,
@@ -61,7 +68,7 @@ def train(tiny_run, tmp_path, recorder):
         run_training(run, sinks=[recorder])
         if not run.train.checkpoint_every:
             return None
-        folder = Path(run.output_dir) / "checkpoints" / "step-000004"
+        folder = Path(run.output_dir) / "checkpoints" / f"step-{steps:06d}"
         saved = {kind: load_file(folder / f"{kind}.safetensors") for kind in KINDS}
         return [event.loss for event in recorder.of(StepDone)], saved
 
@@ -294,6 +301,187 @@ def test_a_role_that_exceeds_the_cap_is_an_error_of_the_run_file(train, machine,
 PLAN = {"device_memory": "1GB", "compile": "never", "stream": False}
 
 
+@pytest.mark.parametrize("role", ["optimizer", "ema"])
+def test_a_role_of_the_plan_that_exceeds_the_cap_is_not_blamed_on_the_run_file(
+    train, machine, monkeypatch, role
+):
+    original = planner._saved_or_best_plan
+
+    def managed(problem, saved, emit):
+        plan, was_checked = original(problem, saved, emit)
+        return replace(plan, managed=(role,)), was_checked
+
+    monkeypatch.setattr(planner, "_saved_or_best_plan", managed)
+    with pytest.raises(ConfigError, match=r"^The plan keeps the .* does not fit") as caught:
+        train(UVM | {"managed_memory": "1MB"}, PLAN)
+    assert "Raise gh200_optimizations.managed_memory" in str(caught.value)
+    assert str(caught.value).endswith(
+        "Or set gh200_optimizations.managed: off, to plan without managed memory."
+    )
+
+
+@pytest.mark.parametrize("access", ["prefetch", "in_place"])
+def test_training_says_that_its_plan_predicts_another_access(train, machine, recorder, access):
+    gh200 = {"managed": ["optimizer"], "managed_access": access, "managed_memory": "1GB"}
+    train(UVM | gh200, PLAN)
+    expected = "plan: times of managed memory are those of managed_access: in_place, not of"
+    notes = [notice for notice in recorder.of(Notice) if notice.text.startswith(expected)]
+    assert [note.level for note in notes] == ["warning"] * (access == "prefetch")
+
+
+# Before the first step
+
+
+def full_for_ema(monkeypatch):
+    """Let the device have no space for the moving average of the weights."""
+    original = stepping.Ema.__init__
+
+    def build(ema, parameters, decay, managed=None):
+        if managed is None:
+            raise torch.OutOfMemoryError(FULL)
+        original(ema, parameters, decay, managed)
+
+    monkeypatch.setattr(stepping.Ema, "__init__", build)
+
+
+def full_for_model(monkeypatch, machine, role):
+    """Let the device have no space for the model unless these weights are in managed memory."""
+    original = torch.nn.Module.to
+
+    def move(module, *arguments, **options):
+        is_managed = machine.memories and role in machine.memories[-1].by_role()
+        if isinstance(module, SD3Transformer2DModel) and not is_managed:
+            raise torch.OutOfMemoryError(FULL)
+        return original(module, *arguments, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "to", move)
+
+
+def test_a_moving_average_without_space_on_the_device_is_built_in_managed_memory(
+    train, machine, recorder, monkeypatch
+):
+    expected = train()
+    full_for_ema(monkeypatch)
+    assert_equal(train(UVM), expected)
+    (event,) = recorder.of(ManagedOverflow)
+    assert (event.step, event.role, event.reason) == (0, "ema", FULL)
+    assert (
+        sum("Continuing, but slower, with the moving average" in t for t in recorder.texts()) == 1
+    )
+
+
+@pytest.mark.parametrize(("adapter", "role"), [(None, "trained"), ({"rank": 4}, "weights")])
+def test_a_model_without_space_on_the_device_moves_to_managed_memory(
+    train, machine, recorder, monkeypatch, adapter, role
+):
+    expected = train(adapter=adapter)
+    full_for_model(monkeypatch, machine, role)
+    assert_equal(train(UVM | {"managed_memory": "1GB"}, adapter=adapter), expected)
+    (event,) = recorder.of(ManagedOverflow)
+    assert (event.step, event.role, event.reason) == (0, role, FULL)
+
+
+def test_weights_that_the_run_file_keeps_in_managed_memory_are_not_placed_on_the_device_first(
+    train, machine, recorder, monkeypatch
+):
+    expected = train(adapter={"rank": 4})
+    full_for_model(monkeypatch, machine, "weights")
+    gh200 = UVM | {"managed": ["weights"], "managed_memory": "1GB"}
+    assert_equal(train(gh200, adapter={"rank": 4}), expected)
+    (event,) = recorder.of(ManagedOverflow)
+    assert (event.role, event.reason) == ("weights", "gh200_optimizations.managed")
+
+
+def test_without_use_uvm_errors_before_the_first_step_name_the_setting(train, machine, monkeypatch):
+    setting = r"gh200_optimizations\.use_uvm: true"
+    full_for_ema(monkeypatch)
+    with pytest.raises(RunFailedError, match=rf"moving average .* does not fit.*{setting}"):
+        train()
+    full_for_model(monkeypatch, machine, "weights")
+    with pytest.raises(RunFailedError, match=rf"The model does not fit.*{setting}.*plan: auto"):
+        train()
+
+
+# Resuming
+
+
+def full_for_state(monkeypatch):
+    """Let the device have no space to load the state of an optimizer."""
+    original = torch.optim.Optimizer.load_state_dict
+
+    def load(optimizer, state_dict):
+        loaded = [value for state in state_dict["state"].values() for value in state.values()]
+        if sum(value.nbytes for value in loaded if isinstance(value, torch.Tensor)) > MIB:
+            raise torch.OutOfMemoryError(FULL)
+        original(optimizer, state_dict)
+
+    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", load)
+
+
+@pytest.mark.parametrize("limit", ["1GB", "22MB"])
+def test_a_resumed_run_has_in_managed_memory_what_overflowed_before(
+    train, machine, recorder, monkeypatch, tmp_path, limit
+):
+    """22 MB have space for a part of the trained weights only."""
+    expected, gh200 = train(), UVM | {"managed_memory": limit}
+    with monkeypatch.context() as patched:
+        out_of_memory_at(patched, 0, 1, 2, 3)
+        losses, _ = train(gh200, steps=2, folder=tmp_path / "parts")
+    moved = {event.role: event.nbytes for event in recorder.of(ManagedOverflow)}
+    assert list(moved) == ["ema", "optimizer", "gradients", "trained"]
+    full_for_ema(monkeypatch)
+    full_for_state(monkeypatch)
+    rest, saved = train(gh200, folder=tmp_path / "parts")
+    assert_equal((losses + rest, saved), expected)
+    events = recorder.of(ManagedOverflow)
+    assert {event.role: event.nbytes for event in events} == moved
+    assert {(event.step, event.reason) for event in events} == {
+        (0, "The run overflowed before it was resumed.")
+    }
+    train(gh200, steps=6, folder=tmp_path / "parts")
+    events = recorder.of(ManagedOverflow)
+    assert {event.role: event.nbytes for event in events} == moved, "the next checkpoint has them"
+
+
+def test_a_planned_run_resumes_with_what_overflowed_before(
+    train, machine, recorder, monkeypatch, tmp_path
+):
+    expected = train(plan=PLAN)
+    with monkeypatch.context() as patched:
+        patched.setattr(PlanController, "reduce_memory", lambda *_: False)
+        out_of_memory_at(patched, 0, 1)
+        losses, _ = train(UVM, PLAN, steps=2, folder=tmp_path / "parts")
+    full_for_ema(monkeypatch)
+    full_for_state(monkeypatch)
+    rest, saved = train(UVM, PLAN, folder=tmp_path / "parts")
+    assert_equal((losses + rest, saved), expected)
+    assert {event.role for event in recorder.of(ManagedOverflow)} == {"ema", "optimizer"}
+
+
+def test_a_resumed_run_overflows_if_the_checkpoint_does_not_fit(
+    train, machine, recorder, monkeypatch, tmp_path
+):
+    expected = train()
+    losses, _ = train(UVM, steps=2, folder=tmp_path / "parts")
+    full_for_state(monkeypatch)
+    rest, saved = train(UVM, folder=tmp_path / "parts")
+    assert_equal((losses + rest, saved), expected)
+    found = [(event.step, event.role, event.reason) for event in recorder.of(ManagedOverflow)]
+    assert found == [(2, "ema", FULL), (2, "optimizer", FULL)]
+
+
+def test_without_use_uvm_a_checkpoint_that_does_not_fit_is_an_error_that_names_it(
+    train, machine, monkeypatch, tmp_path
+):
+    train(steps=2, folder=tmp_path / "parts")
+    full_for_state(monkeypatch)
+    with pytest.raises(RunFailedError, match=r"gh200_optimizations\.use_uvm: true"):
+        train(folder=tmp_path / "parts")
+
+
+# With a plan
+
+
 def change_plans(monkeypatch, change):
     """Let the planner change the blocks of every plan by a function of their numbers."""
     original = planner._saved_or_best_plan
@@ -398,3 +586,52 @@ def test_without_managed_memory_the_same_run_file_trains(train, recorder):
     assert_equal(train(UVM | {"managed": ALL_ROLES}), expected)
     (text,) = [t for t in recorder.texts() if t.startswith("managed memory is not in use")]
     assert "no effect: gh200_optimizations.managed" in text
+
+
+# Several ranks
+
+
+@pytest.fixture
+def train_on_ranks(tiny_run, tmp_path):
+    """Return a function that trains all weights on two ranks, and returns the results of each."""
+    run = tiny_run(
+        adapter=None,
+        train={"max_train_steps": 3, "batch_size": 2, "ema_decay": 0.9},
+        gh200_optimizations=UVM,
+        plan="off",
+    )
+    (tmp_path / "run.json").write_text(run.model_dump_json(exclude_unset=True))
+
+    def run_case(case):
+        script = Path(__file__).with_name("managed_ranks.py")
+        for done in run_ranks(script, tmp_path, case):
+            assert done.returncode == 0, done.stdout + done.stderr
+        files = (tmp_path / f"{case}-{rank}.result" for rank in range(2))
+        return [json.loads(file.read_text()) for file in files]
+
+    return run_case
+
+
+def test_ranks_overflow_together_if_one_has_no_space_for_the_first_update(train_on_ranks):
+    expected, results = train_on_ranks("plain"), train_on_ranks("full")
+    for one, other in zip(results, expected, strict=True):
+        assert one["error"] == ""
+        assert one["losses"] == other["losses"]
+        assert other["moved"] == []
+        assert [(step, role) for step, role, _ in one["moved"]] == [(0, "ema"), (0, "optimizer")]
+        for _, _, reason in one["moved"]:
+            assert reason.startswith("rank 1 on ")
+            assert reason.endswith(FULL)
+
+
+def test_no_rank_overflows_if_one_has_no_managed_memory(train_on_ranks):
+    expected, results = train_on_ranks("plain"), train_on_ranks("one-without")
+    for one, other in zip(results, expected, strict=True):
+        assert (one["error"], one["losses"]) == ("", other["losses"])
+        texts = [t for t in one["warnings"] if "nothing is moved to managed memory" in t]
+        assert len(texts) == 1
+        assert "rank 1 on " in texts[0]
+        assert "no managed memory" in texts[0]
+    for one in train_on_ranks("one-full"):
+        assert "managed" in one["error"]
+        assert one["error"].count("rank 1 on ") == 2, "the one that is out of memory, and why"
