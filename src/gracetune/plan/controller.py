@@ -189,6 +189,9 @@ class PlanController:
         stalled = self._applied.stall_seconds() - self._stalled_before
         peak = self._meter.peak_nbytes()
         self._emit(Notice(self._comparison(seconds, peak)))
+        compiler = self._applied.compiler
+        if self._ranks.is_main and compiler is not None and not compiler.gave_up:
+            self._problem.remember_graphs(self.plan)
         is_first, self._was_checked = not self._was_checked, True
         measured = StepMeasurement(
             seconds=seconds if self._full_size == self._micro_batches else None,
