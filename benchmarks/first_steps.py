@@ -52,7 +52,8 @@ NAME = "first_steps"
 WINDOW, SPEED_SHARE = 8, 0.95
 """Steps in a row, and the share of the full speed that they must reach together."""
 SHOWN = ("plan", "shapes", "adapter", "attention", "gradients", "measured", "compile")
-"""First words of the notices that are kept."""
+SHOWN += ("memory link", "data:", "texts")
+"""First words of the notices that are kept, which divide the start of the run into phases."""
 MEASURED_PEAK = 2
 """The run measures its peak before the plan is applied, then in the first steps, which also choose
 attention and check gradients, and from then on."""
@@ -106,10 +107,13 @@ def main() -> int:
             )
             write_case(name, folder, model, arguments)
             print(f"{name}: model and data in {time.monotonic() - began:.1f} s", flush=True)
+            began = time.monotonic()
             for start in ("first", "second")[: arguments.starts]:
                 found = start_run(folder, start, arguments)
                 found |= {"log_every": arguments.log_every}
                 found["commit"] = arguments.commit or results.this_commit()
+                found["took_s"] = time.monotonic() - began
+                began = time.monotonic()
                 failed |= "error" in found
                 figures |= dict(results.flatten({name: {start: found}}))
                 results.write(NAME, figures, arguments.out, arguments.commit)
@@ -242,6 +246,7 @@ def train_in_process(folder: Path, report: Path, timeout_s: float) -> str:
     }
     command = [sys.executable, __file__, "--train", str(folder / "run.json"), str(report)]
     try:
+        command = results.dying_with_parent(command)
         done = subprocess.run(command, env=environment, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return f"not done after {timeout_s:.0f} s"

@@ -354,7 +354,9 @@ def start_demos(model: Path, steps: int) -> dict[tuple[str, int], subprocess.Pop
     command = [sys.executable, Path(__file__).with_name("demo_curve.py"), model]
     return {
         (compute, seed): subprocess.Popen(
-            [*command, "--seed", f"{seed}", "--compute", compute, "--steps", f"{steps}"],
+            results.dying_with_parent(
+                [*command, "--seed", f"{seed}", "--compute", compute, "--steps", f"{steps}"]
+            ),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -116,7 +116,10 @@ def start_ranks(path: Path, count: int, arguments: argparse.Namespace) -> list[d
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     group |= {"LOCAL_WORLD_SIZE": str(count)}
     processes = [
-        subprocess.Popen(words, env=os.environ | group | {"RANK": rank, "LOCAL_RANK": rank})
+        subprocess.Popen(
+            results.dying_with_parent(words),
+            env=os.environ | group | {"RANK": rank, "LOCAL_RANK": rank},
+        )
         for rank in map(str, range(count))
     ]
     try:

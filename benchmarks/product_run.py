@@ -28,10 +28,12 @@ from typing import TYPE_CHECKING, Any
 import av
 import numpy as np
 import random_weights
+import results
 from PIL import Image
 
 from gracetune.cli.main import main as gracetune
-from gracetune.units import GIB, parse_bytes
+from gracetune.memory.platform import read_this_host
+from gracetune.units import GIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -53,8 +55,9 @@ LOG_EVERY = 5
 POLL_S = 0.5
 KEEP = "GRACETUNE_BENCHMARK_MODELS"
 """Environment variable with the folder in which models are kept."""
-EXIT_S = 90
-"""Seconds that a run may take to save its checkpoint and end."""
+START_S, STEPS_S, EXIT_S = 300, 180, 90
+"""Seconds that a run may take until its first step, for the steps after it, and to save its
+checkpoint and end."""
 MEASURED = re.compile(r"measured: ([\d.]+) samples/s .*?, ([\d.]+ [KMGT]?i?B) of device memory")
 CORRECTED = re.compile(
     r"plan corrected .* Expect .*?, ([\d.]+) s per micro-batch, ([\d.]+ [KMGT]?i?B) of device"
@@ -87,6 +90,11 @@ class ProductRun:
     """Further settings, by section of the run file."""
 
 
+def folder_name(name: str, config: Mapping[str, Any] | None) -> str:
+    """Return the name of a kept model's folder; `config` has settings of its transformer."""
+    return name + "".join(f"-{key}-{value}" for key, value in sorted((config or {}).items()))
+
+
 @contextmanager
 def model_folder(
     name: str, nbytes: int, *, small: bool, config: Mapping[str, Any] | None = None
@@ -98,13 +106,15 @@ def model_folder(
     model is written there and kept for later scripts.
     """
     if os.environ.get(KEEP) and not small:
-        settings = "".join(f"-{key}-{value}" for key, value in sorted((config or {}).items()))
-        folder = Path(os.environ[KEEP]) / f"{name}{settings}"
+        folder = Path(os.environ[KEEP]) / folder_name(name, config)
         if not (folder / "complete").exists():
+            began = time.monotonic()
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
+            _make_room(folder, nbytes)
             _write_model(name, folder, small, config)
             (folder / "complete").touch()
+            print(f"{folder.name}: written in {time.monotonic() - began:.0f} s", flush=True)
         yield folder
         return
     shared = Path("/dev/shm")
@@ -112,6 +122,26 @@ def model_folder(
     with tempfile.TemporaryDirectory(dir=shared if has_room else None) as temporary:
         _write_model(name, Path(temporary), small, config)
         yield Path(temporary)
+
+
+def _make_room(folder: Path, nbytes: int) -> None:
+    """Delete kept models until another one of `nbytes` fits beside `folder`.
+
+    In shared memory, a run must also have memory to load the model.
+    """
+    others = sorted(other for other in folder.parent.iterdir() if other != folder)
+    while others and nbytes > _free_nbytes(folder, nbytes):
+        other = others.pop(0)
+        used = sum(file.stat().st_size for file in other.rglob("*") if file.is_file())
+        print(f"{other.name} is deleted ({format_bytes(used)}): {folder.name} needs the space")
+        shutil.rmtree(other)
+
+
+def _free_nbytes(folder: Path, loaded_nbytes: int) -> int:
+    free = shutil.disk_usage(folder).free
+    if not folder.is_relative_to("/dev/shm"):
+        return free
+    return min(free, read_this_host().usable_bytes() - loaded_nbytes)
 
 
 def _write_model(name: str, folder: Path, small: bool, config: Mapping[str, Any] | None) -> None:
@@ -227,21 +257,26 @@ def write_run_file(run: ProductRun, model: Path, folder: Path, *, small: bool) -
     return path
 
 
-def train_in_process(path: Path, log: Path, steps: int, timeout_s: float = 240) -> int:
+def train_in_process(path: Path, log: Path, steps: int) -> int:
     """Start `gracetune train`, stop it after `steps` steps, and return its exit code.
 
-    A run that does not end is killed, which its exit code -9 shows. Its log can still be read. It
-    is also killed if this process is terminated.
+    It is also stopped `START_S` seconds after its start if it has made no step, and `STEPS_S`
+    seconds after its first step. A run that does not end is killed, which its exit code -9 shows.
+    Its log can still be read. It is also killed if this process ends.
     """
     command = [sys.executable, "-m", "gracetune", "train", str(path)]
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    command = results.dying_with_parent(command)
     process = subprocess.Popen(command, env=os.environ, start_new_session=True)
-    ends_at = time.monotonic() + timeout_s
+    ends_at, has_stepped = time.monotonic() + START_S, False
     try:
         while process.poll() is None and time.monotonic() < ends_at:
             time.sleep(POLL_S)
-            if log.exists() and any(e.get("step", 0) >= steps for e in step_events(log)):
+            done = [event["step"] for event in step_events(log)]
+            if done and done[-1] >= steps:
                 break
+            if done and not has_stepped:
+                ends_at, has_stepped = time.monotonic() + STEPS_S, True
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
@@ -284,12 +319,13 @@ def figures_of(run: ProductRun, events: list[dict[str, Any]], began: float) -> d
     if described:
         figures |= _predicted(described[0])
     figures |= _checked(run, notices)
-    if len(steps) > run.counted:
-        counted = steps[-run.counted :]
+    if len(steps) > 1:
+        counted = steps[1:][-run.counted :]  # fewer if the run was stopped early
         seconds = sum(step["seconds"] for step in counted)
         figures |= {
             "seconds": seconds / len(counted),
             "images_s": sum(step["samples"] for step in counted) / seconds,
+            "stopped_early": len(counted) < run.counted,
             "first_step_after_s": steps[0]["time"] - began,
             "step_s": [round(step["seconds"], 4) for step in steps],
         }

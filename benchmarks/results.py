@@ -5,8 +5,10 @@ A result file has the date, the commit, the machine, the script and the measured
 
 from __future__ import annotations
 
+import ctypes
 import json
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,7 +20,7 @@ import torch
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 FOLDER = Path(__file__).parent / "results"
 
@@ -43,6 +45,22 @@ def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
             parser.error(f"--out: a rehearsal does not write to {FOLDER}")
     arguments.out = arguments.out or FOLDER
     return arguments
+
+
+def die_with_parent() -> None:
+    """Let this process be killed when its parent ends, so that it keeps no GPU busy.
+
+    A parent that is killed itself cannot end its child processes.
+    """
+    set_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+
+
+def dying_with_parent(command: Sequence[object]) -> list[str]:
+    """Return a command that runs another one in a process that is killed when this one ends."""
+    prepare = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
+    prepare += "os.execvp(sys.argv[1], sys.argv[1:])"
+    return [sys.executable, "-c", prepare, *map(str, command)]
 
 
 def synchronize(device: torch.device) -> None:

@@ -166,7 +166,10 @@ def start_ranks(folder: Path, arguments: argparse.Namespace) -> list[list[dict[s
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     group |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
     processes = [
-        subprocess.Popen(words, env=os.environ | group | {"RANK": rank, "LOCAL_RANK": rank})
+        subprocess.Popen(
+            results.dying_with_parent(words),
+            env=os.environ | group | {"RANK": rank, "LOCAL_RANK": rank},
+        )
         for rank in map(str, range(RANKS))
     ]
     try:

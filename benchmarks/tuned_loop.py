@@ -269,6 +269,7 @@ def run_loop_in_process(
     command = [sys.executable, __file__, arguments.model, "--memory", str(memory_gb)]
     command += ["--loop", loop.name, "--budget", str(arguments.budget)]
     limit_s = arguments.budget + KILLED_AFTER_S
+    command = results.dying_with_parent(command)
     process = subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE, text=True)
     timer = threading.Timer(limit_s, process.kill)
     timer.start()
@@ -543,7 +544,9 @@ def measure_product(
             steps = 8 if small else arguments.steps
             run = product_run_of(model, memory_gb, steps)
             print(f"{arguments.model}, {memory_gb} GB, product", flush=True)
-            save(memory_gb, "product", product_run.train(run, folder, small=small))
+            began = time.monotonic()
+            found = product_run.train(run, folder, small=small)
+            save(memory_gb, "product", found | {"took_s": time.monotonic() - began})
 
 
 def show(figures: dict[str, Any], model: str, memory_gb: int) -> None:

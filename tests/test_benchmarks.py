@@ -3,8 +3,10 @@
 import json
 import re
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +26,7 @@ LONG_REHEARSALS = {
     "automagic",
     "data_decode",
     "families_step",
+    "gpu_session",
     "gradient_check",
     "large_families",
     "lora_quality",
@@ -157,6 +160,136 @@ def test_a_run_that_does_not_end_is_killed_and_has_an_exit_code(tmp_path, monkey
     monkeypatch.setattr(product_run, "EXIT_S", 0.2)
     monkeypatch.setattr(sys, "executable", str(script))
     assert product_run.train_in_process(tmp_path / "run.json", log, 5) == -9
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("has_stepped", [True, False])
+def test_the_limit_of_a_run_counts_from_its_first_step(has_stepped, tmp_path, monkeypatch):
+    product_run = import_module("product_run")
+    script, log = tmp_path / "endless", tmp_path / "events.jsonl"
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    script.chmod(0o755)
+    log.write_text('{"event": "step_done", "step": 1}\n' if has_stepped else "")
+    longer = "START_S" if has_stepped else "STEPS_S"
+    monkeypatch.setattr(product_run, {"START_S": "STEPS_S", "STEPS_S": "START_S"}[longer], 0.1)
+    monkeypatch.setattr(product_run, longer, 1e9)
+    monkeypatch.setattr(product_run, "POLL_S", 0.01)
+    monkeypatch.setattr(sys, "executable", str(script))
+    assert product_run.train_in_process(tmp_path / "run.json", log, 5) != 0
+
+
+@pytest.mark.usefixtures("_restored")
+def test_a_run_that_is_stopped_early_has_figures():
+    product_run = import_module("product_run")
+    run = product_run.ProductRun("flux", 24, 2, 40, 30)
+    events = [
+        {
+            "event": "step_done",
+            "step": n,
+            "seconds": 9.0 if n == 1 else 2.0,
+            "samples": 2,
+            "time": n,
+        }
+        for n in range(1, 8)
+    ]
+    found = product_run.figures_of(run, events, 0.0)
+    assert found["stopped_early"]
+    assert (found["seconds"], found["images_s"]) == (2.0, 1.0), "without the first step"
+    assert found["step_s"] == [9.0, *[2.0] * 6]
+
+
+@pytest.mark.usefixtures("_restored")
+def test_kept_models_are_deleted_only_if_another_one_needs_the_space(tmp_path, monkeypatch, capsys):
+    product_run = import_module("product_run")
+    monkeypatch.setattr(product_run, "_write_model", lambda *_: None)
+    monkeypatch.setattr(
+        product_run,
+        "_free_nbytes",
+        lambda folder, _: 10 * (3 - len([*folder.parent.iterdir()])),
+    )
+    monkeypatch.setenv(product_run.KEEP, str(tmp_path))
+    for name, kept in (("a", ["a"]), ("b", ["a", "b"]), ("c", ["c"]), ("c", ["c"])):
+        with product_run.model_folder(name, 20 if name == "c" else 10, small=False):
+            assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    text = capsys.readouterr().out
+    assert text.count("is deleted") == 2
+    assert "c needs the space" in text
+
+
+@pytest.mark.usefixtures("_restored")
+def test_a_child_process_is_killed_with_its_parent():
+    results = import_module("results")
+    start = "import subprocess, sys, time; "
+    start += "print(subprocess.Popen(sys.argv[1:]).pid, flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", start, *results.dying_with_parent(["sleep", "60"])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        status = Path(f"/proc/{int(parent.stdout.readline())}/stat")
+        while "(sleep)" not in status.read_text():  # it has asked for the signal
+            time.sleep(0.01)
+        parent.kill()
+    for _ in range(1000):
+        if not status.exists() or status.read_text().rpartition(") ")[2].startswith("Z"):
+            return
+        time.sleep(0.01)
+    pytest.fail("it still runs")
+
+
+@pytest.fixture
+def gpu_session(_restored, tmp_path, monkeypatch):
+    """The driver, without results, whose jobs are only listed in `ran`."""
+    module = import_module("gpu_session")
+    ran = []
+
+    def run_job(job, _more, limit_s):
+        ran.append((job.name, limit_s))
+        return 0
+
+    monkeypatch.setattr(module, "run_job", run_job)
+    monkeypatch.setattr(module.results, "FOLDER", tmp_path / "committed")
+    monkeypatch.setenv("GRACETUNE_BENCHMARK_MODELS", str(tmp_path / "models"))
+
+    def main(*arguments):
+        ran.clear()
+        argv = ["gpu_session.py", "--out", str(tmp_path / "out"), "--commit", "abcdef0", *arguments]
+        monkeypatch.setattr(sys, "argv", argv)
+        assert module.main() == 0
+        return [name for name, _ in ran]
+
+    return SimpleNamespace(module=module, main=main, ran=ran, out=tmp_path / "out")
+
+
+def test_a_session_runs_the_most_valuable_jobs_that_fit(gpu_session, capsys):
+    everything = gpu_session.main("--minutes", "1000")
+    assert everything == [job.name for job in gpu_session.module.all_jobs()]
+    assert everything[:2] == ["first_steps.flux", "first_steps.qwen_image"]
+    assert all(name.startswith("planner_runs.") for name in everything[2:8])
+    some = gpu_session.main("--minutes", "2.5")
+    assert "first_steps.flux" not in some
+    assert "tuned_loop.flux.96.compiled" in some
+    assert all(limit_s <= 150 for _, limit_s in gpu_session.ran)
+    assert "needs 240 s of 145" in capsys.readouterr().out
+    assert gpu_session.main("--minutes", "1000", "--list") == []
+    assert "first_steps.flux" not in gpu_session.main("--minutes", "1000", "--skip", "first_steps")
+
+
+def test_a_session_skips_what_this_commit_has_measured(gpu_session):
+    results = gpu_session.module.results
+    measured = {"qwen_32.commit": "abcdef0-dirty", "qwen_32.seconds": 1.0, "qwen_32.took_s": 900.0}
+    stopped = {"fp8_wan_24.commit": "abcdef0", "flux_768_16.commit": "1234567"}
+    other = {"flux_768_16.seconds": 1.0, "flux_768_16.took_s": 9000.0}
+    results.write("planner_runs", measured | stopped | other, gpu_session.out, "abcdef0")
+    ran = gpu_session.main("--minutes", "100")
+    assert "planner_runs.qwen_32" not in ran
+    assert "planner_runs.fp8_wan_24" in ran, "it has no figures"
+    assert "planner_runs.flux_768_16" not in ran, "it takes as long as it did before"
+    assert "planner_runs.flux_768_16" in gpu_session.main("--minutes", "1000")
+
+
+def test_a_job_that_takes_too_long_is_stopped(gpu_session, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu_session.module, "_run_script", lambda *_: time.sleep(60))
+    job = gpu_session.module.Job("endless", "none", (), "none", 1.0)
+    assert gpu_session.module.run_job(job, [], 0.1) == -signal.SIGTERM
 
 
 NOTICES = (

@@ -19,6 +19,7 @@ import gc
 import time
 from collections import deque
 from contextlib import ExitStack, contextmanager, suppress
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -76,6 +77,8 @@ raised."""
 DEFAULT_MAX_GRAPHS = 64
 """Maximum number of compilations. Each kind of block, checkpoint mode, weight placement (resident
 or streamed) and number of samples (one, or more) needs its own."""
+RUNS_GRAPHS = ("torch._functorch._aot_autograd", "torch._inductor")
+"""Modules of torch that run compiled graphs, forward and backward."""
 COMPILER_SETTINGS = {
     # The backward graph is compiled with the forward graph, where a failure can be handled: the
     # block then runs eagerly. In backward it would be too late.
@@ -241,10 +244,23 @@ class BlockCompiler:
 
         return run
 
-    def _give_up(self, error: Exception) -> None:
+    def handle_failed_step(self, error: Exception) -> bool:
+        """Let blocks run eagerly from now on, if compiled code raised the error of a step.
+
+        Returns False if something else raised it, or if the step cannot be repeated.
+        """
+        if self.gave_up or isinstance(error, (GracetuneError, torch.AcceleratorError)):
+            return False  # after an error of the accelerator, nothing can run on the device
+        modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+        if not any(module.startswith(RUNS_GRAPHS) for module in modules):
+            return False
+        self._give_up(error, "a compiled block failed")
+        return True
+
+    def _give_up(self, error: Exception, problem: str = "compilation failed") -> None:
         self.gave_up = True
         text = (
-            f"compilation failed, so blocks run eagerly from now on, which is slower: "
+            f"{problem}, so blocks run eagerly from now on, which is slower: "
             f"{type(error).__name__}: {_short_reason(str(error))}. Compilations so far: "
             f"{self.graphs}. Use fewer buckets, or set plan.compile: never."
         )

@@ -7,7 +7,8 @@ Life of a plan during training:
    measurement and plans again. This happens once per run, and only if the new plan is clearly
    better or the old one exceeds the budget.
 3. If a block cannot be compiled after all, it runs eagerly to the end of the step.
-   `replan_without_compilation` then applies an eager plan.
+   `replan_without_compilation` then applies an eager plan. If a compiled block fails while it runs,
+   forward or backward, the loop applies the eager plan and repeats the step.
 4. If a step runs out of device memory, `reduce_memory` releases slots that the ring added, or
    applies a smaller plan. The loop then repeats the step.
 
@@ -188,6 +189,9 @@ class PlanController:
         stalled = self._applied.stall_seconds() - self._stalled_before
         peak = self._meter.peak_nbytes()
         self._emit(Notice(self._comparison(seconds, peak)))
+        compiler = self._applied.compiler
+        if self._ranks.is_main and compiler is not None and not compiler.gave_up:
+            self._problem.remember_graphs(self.plan)
         is_first, self._was_checked = not self._was_checked, True
         measured = StepMeasurement(
             seconds=seconds if self._full_size == self._micro_batches else None,
@@ -211,6 +215,16 @@ class PlanController:
             return False
         (gave_up,) = self._ranks.any(self._gave_up_compiling)
         return gave_up
+
+    def handle_failed_step(self, error: Exception) -> bool:
+        """Stop compiling if a compiled block raised the error of a step; return False if none did.
+
+        `replan_without_compilation` must follow before the step is repeated. With several ranks the
+        result is False: the others wait for this rank in the middle of the step.
+        """
+        compiler = self._applied.compiler
+        is_alone = self._ranks.world_size == 1
+        return is_alone and compiler is not None and compiler.handle_failed_step(error)
 
     def replan_without_compilation(self) -> bool:
         """Apply the best eager plan, because a block could not be compiled.

@@ -293,7 +293,7 @@ class CostModel:
         return ModelCosts(
             batch=batch,
             blocks=blocks,
-            outside=self._mode_costs(shapes.outside, scale, compiled=False),
+            outside=self._outside_costs(scale),
             outside_frozen_nbytes=shapes.outside_frozen_nbytes,
             trained_nbytes=shapes.trained_nbytes,
             batch_nbytes=int(shapes.batch_nbytes * scale),
@@ -302,6 +302,20 @@ class CostModel:
             * self.rates.host.optimizer_s
             * sum(block.num_trained for block in shapes.blocks),
             division=None if division is None else division.at(blocks, self.rates),
+        )
+
+    def _outside_costs(self, scale: float) -> ModeCosts:
+        """Return the costs outside of blocks, with the casts of trained weights."""
+        outside, host = (
+            self._mode_costs(self._shapes.outside, scale, compiled=False),
+            self.rates.host,
+        )
+        num_cast = sum(one.num_trained for one in self._shapes.blocks if one.cast_copies_nbytes)
+        factor = self._compute_factor * num_cast
+        return replace(
+            outside,
+            forward_host_s=outside.forward_host_s + factor * host.cast_s,
+            backward_host_s=outside.backward_host_s + factor * host.cast_backward_s,
         )
 
     def _block_costs(self, kind: BlockTraces, scale: float) -> BlockCosts:

@@ -4,13 +4,15 @@ Kernels of a small batch are short. An eager step then takes as long as the CPU 
 operators, so the planner needs the cost of a call on the machine at hand. Timing one operator in a
 loop would be too optimistic: it runs from the CPU's caches, and models differ in how much Python
 surrounds an operator. Instead a tiny version of the planned model is run (`build_probe_model`):
-all its blocks and operators, hardly any numbers. Five variants are timed:
+all its blocks and operators, hardly any numbers. Six variants are timed:
 
     bare          the model as it is                                -> cost per operator
     fused         the model with a LoRA, fused as in a run          -> cost per custom operator
     checkpointed  fused, and all blocks are recomputed              -> cost per recomputed operator
     streamed      checkpointed, with all weights in the ring        -> cost of the ring per block
     sent          streamed, with inputs of blocks in host memory    -> cost of the offload per block
+    casts         only the casts of all LoRA weights to bf16, which the other variants do not need,
+                  because their LoRA weights are in bf16            -> cost per trained tensor
 
 The time of a variant, divided by the calls that the tracer counts in it, is the cost of one call:
 
@@ -19,6 +21,10 @@ The time of a variant, divided by the calls that the tracer counts in it, is the
     checkpoint_s = (t(checkpointed forward) - t(fused forward)) / ops in blocks
     stream_s     = (t(streamed forward) - t(checkpointed forward)) / blocks
     send_s       = (t(sent forward) - t(streamed forward)) / blocks
+    cast_s       = t(casts forward) / trained tensors
+
+The CPU's speed varies over time, by more than some of these differences. Variants are therefore
+timed in turns, times are subtracted within a round, and each cost is the median over all rounds.
 
 The hooks of the ring and the offload that run for each saved tensor are not timed. Their cost is
 estimated as a multiple of `forward_s`.
@@ -30,13 +36,14 @@ import functools
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from gracetune.adapters.compute.fused_lora import MultiTensorCast
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.memory.platform import Link
@@ -50,6 +57,7 @@ from gracetune.plan.trace import convert_for_tracing
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from gracetune.plan.apply import AppliedPlan
@@ -61,11 +69,9 @@ ProbeModelFactory = Callable[[bool, bool], MetaModel]
 """Function that builds a probe model. Its arguments tell whether the model has an adapter, and
 whether its tensors have realistic sizes."""
 
-WARM_UP, REPEATS = 1, 6
-"""Number of untimed and of timed passes of each probe model."""
-DROPPED_SHARE = 0.2
-"""Share of the timed passes that is ignored: the slowest, which other processes may have
-interrupted."""
+WARM_UP, REPEATS = 1, 9
+"""Number of untimed and of timed rounds, each with one pass of every variant. A round takes a GPU
+machine about 0.4 s."""
 
 VIEW_COST = 0.7
 """CPU time of an operator that launches no kernel, relative to one that does. Measured on a CPU
@@ -109,6 +115,10 @@ class LaunchCosts:
     """CPU time that checkpointing adds to an operator that backward recomputes."""
     optimizer_s: float = 0.0
     """CPU time of gradient clipping and an optimizer step, per trained tensor."""
+    cast_s: float = 0.0
+    """CPU time of casting the trained weights to the compute dtype, per tensor."""
+    cast_backward_s: float = 0.0
+    """CPU time of casting their gradients back, per tensor."""
     stream_s: float = 0.0
     """CPU time of the weight ring in forward, per streamed block."""
     stream_backward_s: float = 0.0
@@ -171,7 +181,18 @@ class HostSeconds(NamedTuple):
 
     forward: float
     backward: float
-    update: float
+    update: float = 0.0
+
+
+class ProbeRound(NamedTuple):
+    """CPU time of each variant of the probe model, timed one right after the other."""
+
+    bare: HostSeconds
+    fused: HostSeconds
+    checkpointed: HostSeconds
+    streamed: HostSeconds
+    sent: HostSeconds
+    casts: HostSeconds
 
 
 def measure_launch_costs(
@@ -207,46 +228,28 @@ class LaunchProbe:
         self._sent = _ProbeStep(
             fused, device, plan=BlockPlan("streamed", "recompute", offload_input=True)
         )
-        self._bare_calls, self._fused_calls = self._bare.count(), self._fused.count()
+        self._casts = _CastStep(self._fused.trained)
+        self._calls = ProbeCalls(
+            self._bare.count(),
+            self._fused.count(),
+            num_blocks=self._fused.num_blocks,
+            num_trained=len(self._fused.trained),
+        )
 
     def measure(self, repeats: int = REPEATS) -> LaunchCosts:
-        """Time the probe models and return the CPU time per operator call.
-
-        There are five: bare, with a fused LoRA, with checkpointing, and also with the hooks of the
-        weight ring and of the activation offload.
-        """
-        variants = self._bare, self._fused, self._checkpointed, self._streamed, self._sent
-        times: list[list[HostSeconds]] = [[] for _ in variants]
-        for _ in range(WARM_UP + repeats):  # in turns, since the CPU's speed varies over time
-            for variant, found in zip(variants, times, strict=True):
+        """Time all variants of the probe model in turns, and return the CPU time of each call."""
+        steps = (
+            *(self._bare, self._fused, self._checkpointed, self._streamed, self._sent),
+            self._casts,
+        )
+        rounds = []
+        for _ in range(WARM_UP + repeats):
+            times = []
+            for step in steps:
                 self._synchronize()  # the device must not be busy with the previous variant
-                found.append(variant.time(self._clock))
-        bare, fused, checkpointed, streamed, sent = (
-            _trimmed_mean(found[WARM_UP:]) for found in times
-        )
-        forward, backward = self._bare_calls
-        forward_s = bare.forward / equivalent_ops(forward)
-        backward_s = bare.backward / equivalent_ops(backward)
-        forward, backward = self._fused_calls
-        custom_op_s = (fused.forward - equivalent_ops(forward) * forward_s) / forward.custom_ops
-        custom_op_backward_s = (
-            fused.backward - equivalent_ops(backward) * backward_s
-        ) / backward.custom_ops
-        recompute_s = checkpointed.backward - fused.backward - fused.forward
-        blocks = self._checkpointed.num_blocks
-        return LaunchCosts(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            custom_op_s=max(0.0, custom_op_s),
-            custom_op_backward_s=max(0.0, custom_op_backward_s),
-            checkpoint_s=max(0.0, checkpointed.forward - fused.forward) / forward.checkpointed,
-            checkpoint_recompute_s=max(0.0, recompute_s) / forward.checkpointed,
-            optimizer_s=fused.update / self._fused.num_trained,
-            stream_s=max(0.0, streamed.forward - checkpointed.forward) / blocks,
-            stream_backward_s=max(0.0, streamed.backward - checkpointed.backward) / blocks,
-            send_s=max(0.0, sent.forward - streamed.forward) / blocks,
-            send_backward_s=max(0.0, sent.backward - streamed.backward) / blocks,
-        )
+                times.append(step.time(self._clock))
+            rounds.append(ProbeRound(*times))
+        return costs_per_call(rounds[WARM_UP:], self._calls)
 
     def close(self) -> None:
         """Free the host memory of streamed weights and offloaded activations."""
@@ -262,13 +265,48 @@ def _start_autograd_thread(device: torch.device) -> None:
     torch.autograd.backward(torch.ones(1, device=device, requires_grad=True).neg())
 
 
-def _trimmed_mean(times: list[HostSeconds]) -> HostSeconds:
-    """Return the mean CPU time of the timed steps, without the slowest ones.
+@dataclass(frozen=True, slots=True)
+class ProbeCalls:
+    """Counts of a probe model: its operator calls, blocks and trained tensors."""
 
-    The minimum would be too optimistic: a step consists of fast and slow calls.
-    """
-    counted = len(times) - int(DROPPED_SHARE * len(times))
-    return HostSeconds(*(fmean(sorted(part)[:counted]) for part in zip(*times, strict=True)))
+    bare: tuple[HostCalls, HostCalls]
+    """Calls in forward and in backward of the model as it is."""
+    fused: tuple[HostCalls, HostCalls]
+    """Calls in forward and in backward of the model with a LoRA, without casts of its weights."""
+    num_blocks: int
+    num_trained: int
+
+
+def costs_per_call(rounds: Sequence[ProbeRound], calls: ProbeCalls) -> LaunchCosts:
+    """Return the CPU time of each kind of call, from the times of all variants."""
+
+    def typical(difference: Callable[[ProbeRound], float]) -> float:
+        return max(0.0, median(map(difference, rounds)))
+
+    (forward, backward), (fused_forward, fused_backward) = calls.bare, calls.fused
+    # A model with a LoRA has other operators besides the custom ones.
+    ratio = equivalent_ops(fused_forward) / equivalent_ops(forward)
+    ratio_backward = equivalent_ops(fused_backward) / equivalent_ops(backward)
+    custom = typical(lambda r: r.fused.forward - ratio * r.bare.forward)
+    custom_backward = typical(lambda r: r.fused.backward - ratio_backward * r.bare.backward)
+    checkpoint = typical(lambda r: r.checkpointed.forward - r.fused.forward)
+    recompute = typical(lambda r: r.checkpointed.backward - r.fused.backward - r.fused.forward)
+    blocks, trained = calls.num_blocks, calls.num_trained
+    return LaunchCosts(
+        forward_s=typical(lambda r: r.bare.forward) / equivalent_ops(forward),
+        backward_s=typical(lambda r: r.bare.backward) / equivalent_ops(backward),
+        custom_op_s=custom / fused_forward.custom_ops,
+        custom_op_backward_s=custom_backward / fused_backward.custom_ops,
+        checkpoint_s=checkpoint / fused_forward.checkpointed,
+        checkpoint_recompute_s=recompute / fused_forward.checkpointed,
+        optimizer_s=typical(lambda r: r.fused.update) / trained,
+        cast_s=typical(lambda r: r.casts.forward) / trained,
+        cast_backward_s=typical(lambda r: r.casts.backward) / trained,
+        stream_s=typical(lambda r: r.streamed.forward - r.checkpointed.forward) / blocks,
+        stream_backward_s=typical(lambda r: r.streamed.backward - r.checkpointed.backward) / blocks,
+        send_s=typical(lambda r: r.sent.forward - r.streamed.forward) / blocks,
+        send_backward_s=typical(lambda r: r.sent.backward - r.streamed.backward) / blocks,
+    )
 
 
 class _ProbeStep:
@@ -294,9 +332,12 @@ class _ProbeStep:
             for name, tensor in target.inputs(1).items()
         }
         self._latents = next(iter(self._batch.values())).requires_grad_(True)
-        trained = [p for p in self._model.parameters() if p.requires_grad]
-        self.num_trained = len(trained)
-        self._optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True) if trained else None
+        self.trained = [p for p in self._model.parameters() if p.requires_grad]
+        for weight in self.trained:  # casts are timed and counted separately
+            weight.data = weight.data.to(meta_model.dtype)
+        self._optimizer = None
+        if self.trained:
+            self._optimizer = torch.optim.AdamW(self.trained, lr=0.0, fused=True)
 
     @property
     def num_blocks(self) -> int:
@@ -373,6 +414,24 @@ class _ProbeStep:
     def _backward(self, out: Tensor) -> None:
         torch.autograd.backward(out, torch.ones_like(out))
         self._latents.grad = None
+
+
+class _CastStep:
+    """Casts trained weights to the compute dtype, and their gradients back, as each step does."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        """`weights`: the trained weights in the compute dtype."""
+        self._dtype = weights[0].dtype
+        self._stored = [torch.zeros_like(w, dtype=torch.float32).requires_grad_() for w in weights]
+        self._gradients = [torch.zeros_like(w, requires_grad=False) for w in weights]
+
+    def time(self, clock: Callable[[], float]) -> HostSeconds:
+        """Cast in both directions and return the CPU time, without waiting for the device."""
+        start = clock()
+        copies = MultiTensorCast.apply(self._dtype, *self._stored)  # type: ignore[no-untyped-call]
+        after_forward = clock()
+        torch.autograd.grad(copies, self._stored, self._gradients)
+        return HostSeconds(after_forward - start, clock() - after_forward)
 
 
 # Probe models

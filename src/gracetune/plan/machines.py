@@ -444,6 +444,8 @@ FITTED_CONSTANTS: Mapping[str, SourcedFigure] = {
     "optimizer_s": SourcedFigure(
         18e-6, "measured", f"clipping and an optimizer step, per tensor: {_HOST}"
     ),
+    "cast_s": SourcedFigure(3e-6, "assumed", "an allocation, and a share of a few kernels"),
+    "cast_backward_s": SourcedFigure(3e-6, "assumed", "as in forward"),
     "stream_s": SourcedFigure(0.25e-3, "measured", f"streaming, per block in forward: {_HOOKS}"),
     "stream_backward_s": SourcedFigure(
         0.22e-3, "measured", f"streaming, per block in backward: {_HOOKS}"

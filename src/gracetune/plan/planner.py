@@ -29,6 +29,7 @@ from gracetune.optim.build import state_nbytes_per_element_of
 from gracetune.optim.offloaded_state import StateOffloadSettings
 from gracetune.plan.apply import PlanLayout, apply_plan, fuse_operations
 from gracetune.plan.bucket_seconds import planned_seconds
+from gracetune.plan.compile_cache import compile_cache_of
 from gracetune.plan.controller import CudaMemoryMeter, NullMemoryMeter, PlanController
 from gracetune.plan.device_benchmark import free_nbytes, measure_device, measure_gpu
 from gracetune.plan.machines import FITTED_CONSTANTS
@@ -173,7 +174,8 @@ def plan_run(
         shares_weights=sharing_ranks is ranks,
     )
     budget = replace(problem.budget, managed_nbytes=min(ranks.gather(inputs.managed.free_bytes)))
-    problem = replace(problem, budget=budget, shapes=inputs.shapes)
+    cache = compile_cache_of(device)
+    problem = replace(problem, budget=budget, shapes=inputs.shapes, compile_cache=cache)
     problem = problem.with_device_nbytes(preferred_nbytes)
     plan, was_checked = agreed_plan(problem, inputs.saved_plan, ranks, emit)
     inputs.timer.end("searching")
@@ -253,7 +255,7 @@ def describe_shapes(problem: PlanProblem, plan: Plan) -> str:
     if not plan.compiled:
         return text
     seconds = format_seconds(problem.compile_seconds(plan))
-    return f"{text}; {problem.num_graphs(plan)} graphs to compile, in {seconds} the first time"
+    return f"{text}; {problem.num_graphs(plan)} graphs to compile, in about {seconds}"
 
 
 def lowest_rates(rates: MachineRates, ranks: RankGroup) -> MachineRates:

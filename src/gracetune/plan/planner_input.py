@@ -23,6 +23,7 @@ from gracetune.config.schema import PlanSection
 from gracetune.errors import ConfigError
 from gracetune.models.family import SampleShape, transformers_of
 from gracetune.optim.registry import optimizer_info
+from gracetune.plan.compile_cache import CompileCache
 from gracetune.plan.cost import CostModel
 from gracetune.plan.machines import FITTED_CONSTANTS, effective_rates
 from gracetune.plan.managed import managed_choices
@@ -51,8 +52,9 @@ if TYPE_CHECKING:
     from gracetune.plan.search import PlanBudget, SearchResult
 
 
-COMPILER_START_SECONDS, GRAPH_SECONDS = 5.0, 12.0
-"""Rough time in seconds to start the compiler, and to compile a graph for the first time."""
+COMPILER_START_SECONDS, GRAPH_SECONDS, CACHED_GRAPH_SECONDS = 5.0, 12.0, 2.5
+"""Rough time in seconds to start the compiler, to compile a graph for the first time, and to load
+it from the compile cache."""
 TRACED_BATCH = 2
 """Batch size at which a model's kernels and memory are traced. With a batch of one, some copies
 would be views and not be counted."""
@@ -116,6 +118,8 @@ class PlanProblem:
     them than compiling takes."""
     shapes: BatchShapes = field(default_factory=BatchShapes)
     """The shapes of the run's batches, which decide how many graphs are compiled."""
+    compile_cache: CompileCache = field(default_factory=CompileCache)
+    """Knows which graphs were compiled before."""
 
     def solve(self, budget: PlanBudget) -> Plan:
         """Return the plan that makes the whole run shortest, including compilation."""
@@ -155,8 +159,27 @@ class PlanProblem:
         if not new:
             return 0.0
         has_started = current is not None and current.compiled
-        start = 0.0 if has_started else COMPILER_START_SECONDS
-        return start + GRAPH_SECONDS * len(new) * self.shapes.graphs_per_block
+        seconds = 0.0 if has_started else COMPILER_START_SECONDS
+        for graph in new:
+            is_cached = self.compile_cache.has(self._description(graph, plan))
+            each = CACHED_GRAPH_SECONDS if is_cached else GRAPH_SECONDS
+            seconds += each * self.shapes.graphs_per_block
+        return seconds
+
+    def remember_graphs(self, plan: Plan) -> None:
+        """Note that the graphs of a plan are in the compile cache."""
+        self.compile_cache.add(self._description(graph, plan) for graph in self._graphs(plan))
+
+    def _description(self, graph: tuple[int, str, str], plan: Plan) -> tuple[object, ...]:
+        """Return what a compiled graph depends on, besides torch, GPU and code."""
+        kind, mode, weights = graph
+        shapes = self.shapes
+        sizes: tuple[object, ...] = (shapes.dynamic, shapes.several_batches, shapes.batches == {1})
+        if not shapes.dynamic:
+            sizes += plan.batch, self.model.at(plan.batch).blocks[0].input_nbytes
+        block = self.model.at(plan.batch).blocks[self.model.block_kinds.index(kind)]
+        nbytes = block.frozen_nbytes, block.trained_nbytes
+        return self.model.name, self.model.frozen_compute, nbytes, mode, weights, sizes
 
     def num_graphs(self, plan: Plan) -> int:
         """Return the number of graphs to compile for a plan."""

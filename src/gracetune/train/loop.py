@@ -215,10 +215,12 @@ def _step(
     `micro_batches` is the number of micro-batches in the step, over all ranks. If the device of any
     rank is out of memory, all ranks change to a plan that needs less memory, or move more to
     managed memory, and repeat the step with the same batches and random numbers. The check takes
-    memory that the plan does not contain, so the first repetition is without it.
+    memory that the plan does not contain, so the first repetition is without it. If a compiled
+    block fails, the step is repeated with an eager plan.
     """
     state, controller = session.state, session.plan_controller
-    is_first = first_step_check.begin(turn_at(state, progress).expert)
+    expert = turn_at(state, progress).expert
+    is_first = first_step_check.begin(expert)
     check = first_step_check.finish if is_first else None
     position, rng = stream.state, torch_rng_state()
     updates = state.stepper.num_steps
@@ -230,19 +232,28 @@ def _step(
             return train_step(state, batches, micro_batches, progress, check)
         except torch.OutOfMemoryError as error:
             # Drop the traceback: its frames keep the tensors of the failed step alive.
-            out_of_memory = error.with_traceback(None)
-        reason = str(out_of_memory).splitlines()[0]
+            failure: Exception = error.with_traceback(None)
+        except Exception as error:
+            has_updated = state.stepper.num_steps > updates
+            if has_updated or controller is None or not controller.handle_failed_step(error):
+                raise
+            failure = error.with_traceback(None)
+        reason = next(iter(str(failure).splitlines()), "")
         if state.stepper.num_steps > updates:  # a second try would apply the update twice
             raise RunFailedError(
                 f"the device ran out of memory after the optimizer's update ({reason}). Earlier "
                 "checkpoints are kept. Lower plan.device_memory and run the same command again."
-            ) from out_of_memory
+            ) from failure
         state.optimizer.zero_grad()
-        if first_step_check.cancel():
+        if controller is not None and not isinstance(failure, torch.OutOfMemoryError):
+            first_step_check.cancel()
+            controller.replan_without_compilation()
+            first_step_check.begin(expert)  # the eager plan is checked instead
+        elif first_step_check.cancel():
             first_step_check.skip(reason)
             session.clear_device_memory()
         elif not session.free_device_memory(reason, progress.step):
-            raise device_full(reason, session.managed) from out_of_memory
+            raise device_full(reason, session.managed) from failure
         stream.rewind(position)
         restore_torch_rng(rng)  # the second try uses the same dropout masks
         timing.restart(progress.step)

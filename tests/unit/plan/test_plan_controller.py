@@ -12,6 +12,7 @@ from gracetune.offload.copy_engine import OffloadError
 from gracetune.offload.ring import RingCounters
 from gracetune.plan import controller
 from gracetune.plan.controller import PlanController
+from gracetune.plan.planner_input import PlanProblem
 from gracetune.plan.search import PlanError
 from gracetune.units import format_bytes
 
@@ -309,6 +310,18 @@ def test_a_run_that_cannot_compile_is_planned_again_without_compilation(case):
     assert not one.controller.has_failed_to_compile(), "only once"
     assert one.controller.reduce_memory("full.")
     assert not one.plan.compiled, "no later plan is compiled either"
+
+
+@pytest.mark.parametrize("gave_up", [False, True])
+def test_compiled_graphs_are_remembered_after_the_first_steps(case, monkeypatch, gave_up):
+    one = case(ROOMY, compiled=(True,))
+    one.placed[-1].compiler = FakeCompiler()
+    one.placed[-1].compiler.gave_up = gave_up
+    remembered = []
+    monkeypatch.setattr(PlanProblem, "remember_graphs", lambda _, plan: remembered.append(plan))
+    plan = one.plan
+    one.check(plan.seconds.step)
+    assert remembered == ([] if gave_up else [plan])
 
 
 def test_blocks_stay_eager_if_no_eager_plan_fits(case, monkeypatch):

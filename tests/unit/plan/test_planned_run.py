@@ -1,5 +1,6 @@
 """Runs in little device memory, rehearsed on the CPU, have the losses of plain runs."""
 
+import itertools
 import threading
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -7,7 +8,9 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from fakes.miniatures import MINIATURES
+from functorch.compile import make_boxed_func
 from peft.tuners.lora import Linear as LoraLinear
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException
 
 from gracetune.adapters.compute.fp8_linear import Fp8Linear
@@ -20,10 +23,12 @@ from gracetune.events.run_control import RunControl
 from gracetune.events.types import Notice, RunDescribed, StepDone, WeightsStreamed
 from gracetune.models import pipeline_folder
 from gracetune.models.family import load_family
+from gracetune.offload.checkpointing import BlockCompiler
+from gracetune.plan import apply as apply_module
 from gracetune.plan import planner
 from gracetune.plan.machines import TYPICAL_LAUNCH_COSTS
 from gracetune.plan.planner_input import PlanProblem
-from gracetune.train import fp8_calibration
+from gracetune.train import fp8_calibration, objective
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.prepare_model import idle_plan_notice, reason_unplanned, unplanned_notice
 from gracetune.train.run import SignalHandler, run_training
@@ -196,6 +201,70 @@ def test_a_run_that_cannot_compile_continues_with_an_eager_plan(
         "compilation failed, so blocks run eagerly from now on, which is slower",
         "the run is planned again without compilation",
     ]
+
+
+def eager_compiler(backend="aot_eager"):
+    """Return a BlockCompiler that needs no C++ compiler."""
+    return lambda emit, _, **settings: BlockCompiler(emit, backend, **settings)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_a_step_in_which_a_compiled_block_fails_is_repeated_eagerly(
+    tiny_run, tmp_path, recorder, monkeypatch, fails_in
+):
+    """It fails in the second micro-batch of the second step, which has dropout."""
+    calls = itertools.count()
+    num_blocks, failing = 2, 3  # the fourth micro-batch
+
+    def losses(name, plan):
+        recorder.events.clear()
+        run = tiny_run(
+            output_dir=str(tmp_path / name),
+            adapter={"rank": 4, "dropout": 0.5},
+            train={"max_train_steps": 3, "batch_size": 2, "gradient_accumulation_steps": 2},
+            plan=plan,
+        )
+        run_training(run, sinks=[recorder])
+        return [event.loss for event in recorder.of(StepDone)]
+
+    def compiled_by(direction):
+        def compile_graph(graph, _inputs):
+            @make_boxed_func
+            def run(*values):
+                if direction == fails_in and next(calls) == failing * num_blocks:
+                    raise RuntimeError("out of resource: shared memory")
+                return graph(*values)
+
+            return run
+
+        return compile_graph
+
+    backend = aot_autograd(fw_compiler=compiled_by("forward"), bw_compiler=compiled_by("backward"))
+    monkeypatch.setattr(apply_module, "BlockCompiler", eager_compiler(backend))
+    expected = losses("plain", "off")
+    found = losses("planned", {"device_memory": "1GB", "compile": "always"})
+    assert next(calls) > failing * num_blocks, "it failed"
+    assert found == pytest.approx(expected, rel=1e-3)
+    failed, planned = [event.text for event in recorder.of(Notice) if event.fallback]
+    assert failed.startswith(
+        "a compiled block failed, so blocks run eagerly from now on, which is slower: "
+        "RuntimeError: out of resource"
+    )
+    assert planned.startswith("the run is planned again without compilation")
+
+
+@pytest.mark.filterwarnings("default")
+def test_an_error_outside_of_compiled_blocks_ends_the_run(tiny_run, monkeypatch, recorder):
+    def broken(*_):
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(apply_module, "BlockCompiler", eager_compiler())
+    monkeypatch.setattr(objective, "sample_losses", broken)
+    plan = {"device_memory": "1GB", "compile": "always"}
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        run_training(tiny_run(adapter={"rank": 4}, plan=plan), sinks=[recorder])
+    assert not [event for event in recorder.of(Notice) if event.fallback]
 
 
 def test_planning_starts_no_augmentation_epoch(tiny_run, tmp_path, recorder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from problem_factory import build_problem
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
 from gracetune.models.family import SampleShape
+from gracetune.plan.compile_cache import CompileCache
 from gracetune.plan.device_benchmark import (
     MAX_TIMED_NBYTES,
     MAX_TIMED_ROWS,
@@ -24,6 +25,7 @@ from gracetune.plan.device_benchmark import (
 from gracetune.plan.machines import FITTED_CONSTANTS, MACHINES, effective_rates, machine_rates
 from gracetune.plan.meta_models import build_meta_model
 from gracetune.plan.planner_input import (
+    CACHED_GRAPH_SECONDS,
     COMPILER_START_SECONDS,
     GRAPH_SECONDS,
     BatchShapes,
@@ -37,6 +39,9 @@ from gracetune.plan.planner_input import (
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.trace_records import Op, record_call
 from gracetune.units import GIB, MIB
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LORA = {"rank": 8}
 
@@ -74,6 +79,26 @@ def test_constraints_follow_the_run_file() -> None:
     fixed = constraints_of(run_file(train=train, adapter=LORA, plan=plan))
     assert fixed.batch_sizes() == [4]
     assert (fixed.compile, fixed.stream, fixed.offload) == ((False,), False, False)
+
+
+def test_graphs_in_the_compile_cache_are_loaded_faster(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path / "markers", "torch 2.11, H200")
+    problem = replace(build_problem(10**6, compiled=(True,)), compile_cache=cache)
+    plan = problem.solve(problem.budget)
+    mixed = replace(plan, blocks=(BlockPlan("streamed", "keep"), *plan.blocks[1:]))
+    assert problem.compile_seconds(plan) == COMPILER_START_SECONDS + GRAPH_SECONDS
+    problem.remember_graphs(plan)
+    assert problem.compile_seconds(plan) == COMPILER_START_SECONDS + CACHED_GRAPH_SECONDS
+    loaded_and_new = CACHED_GRAPH_SECONDS + GRAPH_SECONDS
+    assert problem.compile_seconds(mixed) == COMPILER_START_SECONDS + loaded_and_new
+    others = (
+        {"compile_cache": replace(cache, environment="torch 2.12, H200")},
+        {"compile_cache": CompileCache()},
+        {"shapes": BatchShapes(sizes=2, batches=frozenset({1}))},
+    )
+    for change in others:
+        other = replace(problem, **change)
+        assert other.compile_seconds(plan) == COMPILER_START_SECONDS + GRAPH_SECONDS
 
 
 def test_a_plan_counts_its_graphs_by_block_mode_placement_and_batch_size() -> None:

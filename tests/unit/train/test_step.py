@@ -13,6 +13,9 @@ from gracetune.events.run_control import RunControl
 from gracetune.memory.platform import Link
 from gracetune.memory.stats import MemoryAccounting, Tier
 from gracetune.optim.offloaded_state import ManagedState
+from gracetune.plan.kernel_recorder import KernelRecorder
+from gracetune.plan.launch_overhead import equivalent_ops
+from gracetune.plan.trace import STEP_OPS
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler
 from gracetune.train.step import (
@@ -49,6 +52,33 @@ def batches(session, sizes):
 
 def weights(session):
     return {n: p.detach().clone() for n, p in session.state.parameters.items()}
+
+
+def test_the_planner_knows_the_operators_around_the_model(session, monkeypatch):
+    """It counts those of a micro-batch that a trace of the model does not have."""
+    s = session()
+    (batch,) = batches(s, [2])
+
+    def predict(_self, _transformer, noisy, *_):
+        return noisy.detach().requires_grad_()
+
+    monkeypatch.setattr(type(s.state.family), "predict", predict)
+    batch_losses(s.state, batch)  # the recorder does more for the first micro-batch
+    found = []
+    for compute_loss in (
+        lambda: batch_losses(s.state, batch).sum(),
+        lambda: batch.latents.detach().requires_grad_().float().square().mean(),  # the traced one
+    ):
+        recorder = KernelRecorder([], [])
+        with recorder:
+            loss = compute_loss()
+            forward = equivalent_ops(recorder.take_calls(0))
+            recorder.take()
+            loss.backward()
+            found.append((forward, equivalent_ops(recorder.take_calls(0))))
+    step, traced = found
+    assert STEP_OPS[0] == pytest.approx(step[0] - traced[0], abs=3)
+    assert STEP_OPS[1] == pytest.approx(step[1] - traced[1], abs=2)
 
 
 @pytest.mark.parametrize("sizes", [[4, 4], [4, 1], [1, 2, 3], [5]])
