@@ -249,16 +249,26 @@ def missing_files(folder: Path, index: Mapping[str, Any], model: HubModel) -> li
         missing += [] if "config.json" in names else [f"{name}/config.json"]
         if name in model.without_weights:
             continue
-        shards = [n for n in names if n.endswith(".index.json") and n.count(".") == 3]
-        if shards:
-            content = json.loads((part / sorted(shards, reverse=True)[0]).read_text())
+        weights = choose_weights(names)
+        shards = _shard_index(names, weights)
+        if shards is not None:
+            content = json.loads((part / shards).read_text())
             needed = sorted(set(content["weight_map"].values()))
             missing += [f"{name}/{n}" for n in needed if n not in names]
-        elif not choose_weights(names):
+        elif not weights:
             is_encoder = index[name][0] == "transformers"
             start = "model" if is_encoder else "diffusion_pytorch_model"
             missing.append(f"{name}/{start}.safetensors")
     return missing
+
+
+def _shard_index(names: Iterable[str], weights: Iterable[str]) -> str | None:
+    """Return the index of the weights' parts, or None if they are whole; as in `choose_weights`."""
+    indices = sorted(n for n in names if n.endswith(".index.json") and n.count(".") == 3)
+    safe = [n for n in indices if n.endswith(".safetensors.index.json")]
+    if any(n.endswith(".safetensors") for n in weights):
+        indices = safe
+    return next(iter(safe or indices), None)
 
 
 def _has_weights(component: str) -> bool:
