@@ -223,11 +223,11 @@ class StagedSource:
             make,
             lambda: emit(Notice(f"data: waiting for another process that is staging {what}")),
         )
-        if shared.attach_error is not None:
+        if shared.share_error is not None:
             emit(
                 Notice(
-                    f"another process has {what} in memory, but it cannot be mapped "
-                    f"({shared.attach_error}); this one keeps its own copy. Run both as one user",
+                    f"{what} cannot be shared with other processes ({shared.share_error}); this "
+                    "one keeps its own copy. Run all of them as one user",
                     level="warning",
                     fallback=True,
                 )
