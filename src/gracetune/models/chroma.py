@@ -138,6 +138,7 @@ class Chroma(DiffusersFamily):
     name = "chroma"
     cache_name = "chroma"
     shapes = PLANNER_SHAPES
+    text_arguments = (("tokens", "prompt_embeds"), ("mask", "prompt_attention_mask"))
     channels_per_patch = True
     text_length = TEXT_LENGTH
     has_fixed_text_length = True
@@ -163,18 +164,6 @@ class Chroma(DiffusersFamily):
             max_sequence_length=TEXT_LENGTH,
         )
         return {"tokens": tokens[0], "mask": mask[0]}
-
-    def prompt_arguments(
-        self, text: Mapping[str, Tensor], empty: Mapping[str, Tensor], guidance: float
-    ) -> dict[str, Any]:
-        """Return the pipeline's arguments for a prompt."""
-        return {
-            "prompt_embeds": text["tokens"],
-            "prompt_attention_mask": text["mask"],
-            "negative_prompt_embeds": empty["tokens"],
-            "negative_prompt_attention_mask": empty["mask"],
-            "guidance_scale": guidance,
-        }
 
 
 # Key names in other tools: those of FLUX.1, without modulations and with a guidance network

@@ -163,6 +163,7 @@ class Flux(DiffusersFamily):
 
     name = "flux"
     shapes = PLANNER_SHAPES
+    text_arguments = (("tokens", "prompt_embeds"), ("pooled", "pooled_prompt_embeds"))
     channels_per_patch = True
     text_length = TEXT_LENGTH
     has_fixed_text_length = True
@@ -195,19 +196,6 @@ class Flux(DiffusersFamily):
             caption, None, self.encoder_device(), max_sequence_length=TEXT_LENGTH
         )
         return {"tokens": tokens[0], "pooled": pooled[0]}
-
-    def prompt_arguments(
-        self,
-        text: Mapping[str, Tensor],
-        empty: Mapping[str, Tensor],  # noqa: ARG002
-        guidance: float,
-    ) -> dict[str, Any]:
-        """Return the pipeline's arguments. Models without a guidance input ignore `guidance`."""
-        return {
-            "prompt_embeds": text["tokens"],
-            "pooled_prompt_embeds": text["pooled"],
-            "guidance_scale": guidance,
-        }
 
     def image_arguments(
         self,

@@ -139,6 +139,7 @@ class SDXL(UNetFamily):
     name = "sdxl"
     cache_name = "sdxl"
     shapes = PLANNER_SHAPES
+    text_arguments = (("tokens", "prompt_embeds"), ("pooled", "pooled_prompt_embeds"))
 
     def encode_caption(
         self,
@@ -169,18 +170,6 @@ class SDXL(UNetFamily):
         if self.parts.index.get("force_zeros_for_empty_prompt", True):
             return {name: torch.zeros_like(tensor) for name, tensor in empty.items()}
         return empty
-
-    def prompt_arguments(
-        self, text: Mapping[str, Tensor], empty: Mapping[str, Tensor], guidance: float
-    ) -> dict[str, Any]:
-        """Return the pipeline's arguments for a prompt."""
-        return {
-            "prompt_embeds": text["tokens"],
-            "pooled_prompt_embeds": text["pooled"],
-            "negative_prompt_embeds": empty["tokens"],
-            "negative_pooled_prompt_embeds": empty["pooled"],
-            "guidance_scale": guidance,
-        }
 
 
 def _adapter_pipeline(unet: Callable[[Any], Any]) -> Any:
