@@ -77,30 +77,10 @@ class SDXLShapes(UNetShapes):
         arguments = super().arguments(config, noisy, sigmas, conditions, dtype)
         return {**arguments, "added_cond_kwargs": added}
 
-    def inputs(
-        self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """Return uninitialised tensors, from which `call` makes the U-Net's arguments."""
-        return {
-            "noisy": torch.empty(batch_size, *encoded.latent_shape, dtype=dtype),
-            "sigmas": torch.empty(batch_size),
-            **self.conditions(config, encoded, batch_size, dtype),
-        }
-
-    def call(
-        self,
-        transformer: Forward,
-        encoded: EncodedShape,  # noqa: ARG002
-        inputs: Mapping[str, Tensor],
-    ) -> Any:
-        """Run the U-Net with tensors from `inputs`, and return its prediction."""
-        noisy, sigmas = inputs["noisy"], inputs["sigmas"]
-        arguments = self.arguments({}, noisy, sigmas, inputs, noisy.dtype)
-        return transformer(**arguments, return_dict=False)[0]
-
 
 PLANNER_SHAPES = SDXLShapes(
     class_name="UNet2DConditionModel",
+    nests_arguments=True,
     published_config={
         "sample_size": 128,
         "block_out_channels": (320, 640, 1280),
