@@ -31,6 +31,7 @@ from gracetune.models.key_tables import (
     DOUBLE,
     FLUX_BLOCK_LINEARS,
     FLUX_FUSED,
+    FLUX_LINEARS,
     FLUX_PREFIXES,
     FLUX_ROW_RATIOS,
     FLUX_ROWS,
@@ -57,22 +58,6 @@ TEXT_LENGTH = 512
 """Number of tokens of every caption. T5 runs without a mask, so padding is embedded as well."""
 TRAINED_GUIDANCE = 1.0
 """Guidance value that training passes to models with a guidance input, such as FLUX.1-dev."""
-TARGETS = (
-    "attn.to_q",
-    "attn.to_k",
-    "attn.to_v",
-    "attn.to_out.0",
-    "attn.add_q_proj",
-    "attn.add_k_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
-    "ff.net.0.proj",
-    "ff.net.2",
-    "ff_context.net.0.proj",
-    "ff_context.net.2",
-    "single_transformer_blocks.*.proj_mlp",
-    "single_transformer_blocks.*.proj_out",
-)
 
 
 def load(section: ModelSection) -> Flux:
@@ -146,7 +131,7 @@ PLANNER_SHAPES = FluxShapes(
         "black-forest-labs/FLUX.1-Kontext-dev": {},
     },
     blocks=("transformer_blocks", "single_transformer_blocks"),
-    targets=TARGETS,
+    targets=FLUX_LINEARS,
     input_layer="x_embedder",
     supported_models=SUPPORTED_MODELS,
     probe_config={
