@@ -444,26 +444,20 @@ def _with_managed(run_file: RunFile, machine: PlanMachine, budget: PlanBudget) -
     As in the run, device memory above the threshold of stage 2 is then left to managed pages.
     """
     from gracetune.config.environment import environment_settings, process_environment
-    from gracetune.memory.oversubscription import StagePolicy, host_room, managed_cap
+    from gracetune.memory.oversubscription import managed_cap
     from gracetune.memory.platform import Link
-    from gracetune.memory.session import PCIE_CAP_PART
+    from gracetune.memory.session import stage_policy
 
     section, environment = run_file.gh200_optimizations, environment_settings(process_environment())
     use_uvm = environment.use_uvm if section.use_uvm is None else section.use_uvm
     if not use_uvm or section.managed == "off" or machine.link not in (Link.MANAGED, Link.COHERENT):
         return budget
-    default = StagePolicy()
-    policy = StagePolicy(
-        threshold=environment.stage1_threshold or default.threshold,
-        min_free_bytes=environment.stage1_min_bytes or default.min_free_bytes,
-        oversubscription_ratio=environment.oversubscription_ratio or default.oversubscription_ratio,
+    policy, chosen = stage_policy(environment), section.managed_memory
+    cap = managed_cap(
+        *(policy, budget.device_nbytes, budget.host_nbytes // machine.ranks),
+        chosen=None if chosen is None else parse_bytes(chosen),
+        free_over_pcie=budget.device_nbytes if machine.link is Link.MANAGED else None,
     )
-    host_share = budget.host_nbytes // machine.ranks
-    cap = managed_cap(policy, budget.device_nbytes, host_share)
-    if section.managed_memory is not None:
-        cap = min(parse_bytes(section.managed_memory), host_room(policy, host_share))
-    elif machine.link is Link.MANAGED:
-        cap = min(cap, budget.device_nbytes // PCIE_CAP_PART)
     room = max(0, machine.device_nbytes - policy.stage2_below(machine.device_nbytes))
     return replace(budget, managed_nbytes=cap, device_nbytes=min(budget.device_nbytes, room))
 
