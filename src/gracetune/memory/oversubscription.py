@@ -20,6 +20,7 @@ changes the results of training. Each decision is an event with its effect in by
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
@@ -496,3 +497,10 @@ class GcFreeze:
         gc.collect()
         if self._is_frozen:
             gc.freeze()
+
+
+def return_freed_memory() -> None:
+    """Return freed host memory to the operating system. glibc keeps blocks of up to 32 MiB."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries lack it
+    if trim is not None:
+        trim(0)
