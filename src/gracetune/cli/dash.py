@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gracetune.cli.main import add_set_argument
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,14 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--machine", metavar="NAME", help="plan for a known machine, as gh200-96")
     plan.add_argument("--hbm", metavar="SIZE", help="limit of device memory, such as 96GB")
     plan.add_argument("--host-memory", metavar="SIZE", help="limit of host memory, such as 400GB")
-    plan.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="a.b=c",
-        dest="overrides",
-        help="override one setting; can be repeated",
-    )
+    add_set_argument(plan)
 
 
 def run(args: argparse.Namespace) -> int:
