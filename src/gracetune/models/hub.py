@@ -60,7 +60,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 
 from gracetune.errors import ModelError, ModelUnavailableError
 from gracetune.events.types import Notice, StageProgress
-from gracetune.models.registry import FAMILIES, family_info
+from gracetune.models.registry import FAMILIES, MODEL_INDEX, family_info
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 huggingface_hub."""
 UNREACHABLE = (HTTP_ERROR, OfflineModeIsEnabled, LocalEntryNotFoundError, ConnectionError)
 """Errors after which the cache is tried, unless the hub has given an answer (HfHubHTTPError)."""
-MODEL_INDEX = "model_index.json"
 STAGE = "downloading"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
