@@ -439,14 +439,12 @@ def clean_caption(caption: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
 
-def tokenize(
-    tokenizer: Any, caption: str, length: int, *, pad: bool = False
-) -> Mapping[str, Tensor]:
-    """Return token ids and attention mask of one caption, cut to `length`; padded if `pad`."""
+def tokenize(tokenizer: Any, caption: str, length: int) -> Mapping[str, Tensor]:
+    """Return token ids and attention mask of one caption, cut to `length` and not padded."""
     tokens: Mapping[str, Tensor] = tokenizer(
         [caption],
         max_length=length,
-        padding="max_length" if pad else False,
+        padding=False,
         truncation=True,
         add_special_tokens=True,
         return_attention_mask=True,
