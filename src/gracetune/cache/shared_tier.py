@@ -6,7 +6,7 @@ entries that were encoded later, are read from the backing store: its mapped fil
 kernel's page cache, which the ranks of a machine share as well.
 
 The arena is anonymous memory, so nothing is left if all ranks are killed. Its first segment has the
-index (`_write_index`); the others have the tensors.
+index (`_fill_arena`); the others have the tensors.
 """
 
 from __future__ import annotations

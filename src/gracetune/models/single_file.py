@@ -1,6 +1,6 @@
 """Load the weights of single-file checkpoints: convert names to diffusers', and undo fp8 scales.
 
-`read_transformer_file` loads a transformer or U-Net. `write_components` writes the VAE and the text
+`load_transformer` loads a transformer or U-Net. `write_components` writes the VAE and the text
 encoders of a file with a whole model, such as those of SDXL, to a pipeline folder, so that cache
 keys, export and sampling treat them as those of any other folder.
 """
