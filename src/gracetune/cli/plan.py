@@ -152,10 +152,10 @@ def plan(
     `open_machine` returns this machine, and `measured` its compute and copy speeds; tests pass
     functions of their own.
     """
-    from gracetune.train.preflight import check_family
+    from gracetune.train.preflight import check_family_exists
 
     run_file = read_run(args.run_file, args.overrides)
-    check_family(run_file.model)  # before torch is imported
+    check_family_exists(run_file.model)  # before torch is imported
 
     config = find_config(run_file)
     print_substitution(config, sys.stderr if args.json else sys.stdout)
@@ -544,7 +544,7 @@ def _trained_size(run_file: RunFile, model: MetaModel) -> tuple[TrainedSize, lis
     from gracetune.optim.registry import optimizer_info
     from gracetune.plan.planner_input import MASTER_NBYTES, TrainedSize
 
-    count = make_trainable(model, run_file.adapter, run_file.model.frozen_compute)
+    count = prepare_meta_model(model, run_file.adapter, run_file.model.frozen_compute)
     trained = [p for p in model.model.parameters() if p.requires_grad]
     if run_file.adapter is None and not trains_in_bf16(run_file):
         for parameter in trained:
@@ -565,7 +565,7 @@ def _trained_size(run_file: RunFile, model: MetaModel) -> tuple[TrainedSize, lis
     return TrainedSize(sum(p.nbytes for p in trained), int(count * each), slots), notes
 
 
-def make_trainable(
+def prepare_meta_model(
     model: MetaModel, section: AdapterSection | None, frozen_compute: FrozenCompute = "bf16"
 ) -> int:
     """Add an adapter, or make all weights trainable; return the number of trained weights."""

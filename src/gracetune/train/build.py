@@ -84,7 +84,7 @@ from gracetune.train.managed_overflow import (
     ManagedRun,
     NoManagedRun,
     build_managed_run,
-    managed_cap,
+    managed_memory_limit,
 )
 from gracetune.train.objective import min_snr_notes
 from gracetune.train.prepare_model import (
@@ -372,7 +372,7 @@ def build_session(
     family.to(device)
     gc_freeze = GcFreeze()
     transfer = build_batch_transfer(
-        *(run.gh200_optimizations, device, emit, gc_freeze, managed_cap(run)),
+        *(run.gh200_optimizations, device, emit, gc_freeze, managed_memory_limit(run)),
         num_sharing_host=ranks.local_world_size,
     )
     pipeline = DataPipeline(
