@@ -33,20 +33,13 @@ from typing import TYPE_CHECKING
 import psutil
 import results
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from fakes.chromium import CHROMIUM_FLAGS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 CHROMIUM = shutil.which("chromium")
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 MIB = 1024**2
 START = 1_790_000_000.0
 
@@ -149,7 +142,7 @@ def open_in_browser(folder: Path, log: Path, next_step: int) -> dict[str, float]
 
     figures: dict[str, float] = {}
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_FLAGS)
         with dashboard(folder) as (address, process):
             # The address is printed before the log is read, so the first page waits for that.
             for name in ("first", "again"):

@@ -19,8 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -34,6 +32,7 @@ import large_families
 import random_weights
 import results
 import torch
+from rank_processes import run_ranks
 from safetensors.torch import load_file
 from shared_weights_rank import memory_mb
 from wan_experts import PhaseClock, Watcher, limit_device_memory
@@ -108,27 +107,10 @@ def prepare(folder: Path, count: int, arguments: argparse.Namespace) -> Path:
 
 def start_ranks(path: Path, count: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Run a process for each rank, and return what each has measured."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    words = [sys.executable, __file__, "--worker", str(path), "--steps", str(arguments.steps)]
+    words = [__file__, "--worker", str(path), "--steps", str(arguments.steps)]
     words += ["--memory", str(arguments.memory / count)]
     words += ["--rehearse"] * arguments.rehearse
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    group |= {"LOCAL_WORLD_SIZE": str(count)}
-    processes = [
-        subprocess.Popen(
-            results.dying_with_parent(words),
-            env=os.environ | group | {"RANK": rank, "LOCAL_RANK": rank},
-        )
-        for rank in map(str, range(count))
-    ]
-    try:
-        codes = [process.wait(timeout=400) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
-        raise SystemExit(f"the ranks ended with {codes}")
+    run_ranks(words, count, timeout_s=400)
     return [json.loads(measured_file(path, rank).read_text()) for rank in range(count)]
 
 

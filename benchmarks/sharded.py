@@ -14,10 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -26,6 +23,7 @@ from pathlib import Path
 import results
 import torch
 import torch.distributed as dist
+from rank_processes import run_ranks
 from torch.distributed.fsdp import fully_shard
 
 from gracetune.config.load import load_run_file
@@ -159,26 +157,10 @@ def measure(folder: Path, num_turns: int, steps: int) -> list[dict[str, tuple[fl
 
 def start_ranks(folder: Path, arguments: argparse.Namespace) -> list[list[dict[str, list[float]]]]:
     """Run a process for each rank, and return the times of each."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    words = [sys.executable, __file__, "--worker", str(folder)]
+    words = [__file__, "--worker", str(folder)]
     words += ["--turns", str(arguments.turns), "--steps", str(arguments.steps)]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    group |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            results.dying_with_parent(words),
-            env=os.environ | group | {"RANK": rank, "LOCAL_RANK": rank},
-        )
-        for rank in map(str, range(RANKS))
-    ]
-    try:
-        codes = [process.wait(timeout=3000) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
-        raise SystemExit(f"the ranks ended with {codes}")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    run_ranks(words, RANKS, timeout_s=3000)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
 
 

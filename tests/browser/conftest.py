@@ -9,19 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from fakes.chromium import CHROMIUM_FLAGS
 from fork_process import PythonProcess
 
 ROOT = Path(__file__).parents[2]
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 PROMPTS = ["a red circle on a black background", "a green cross on a gray background"]
 
 
@@ -38,7 +29,7 @@ def browser():
     chromium = shutil.which("chromium")
     assert chromium, "these tests need Chromium: apt-get install chromium"
     with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        opened = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS)
         yield opened
         opened.close()
 

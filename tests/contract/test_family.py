@@ -7,7 +7,6 @@ must then arrive at the encoded sample, with the inputs that training gives the 
 
 import inspect
 import math
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -425,11 +424,10 @@ class PhysicalCase:
         known = inspect.signature(type(self.pipeline).__call__).parameters
         options |= {"guidance_scale": 1.0} if "guidance_scale" in known else {}
         stacked = self.family.stack_text([text])
-        with suppress(NotImplementedError):  # a family with a sampler of its own
-            arguments = self.family.prompt_arguments(stacked, stacked, 1.0)
-            tensors = (torch.Tensor, list)
-            options |= {k: v for k, v in arguments.items() if not isinstance(v, tensors)}
-            options.pop("prompt", None)
+        arguments = self.family.prompt_arguments(stacked, stacked, 1.0)
+        tensors = (torch.Tensor, list)
+        options |= {k: v for k, v in arguments.items() if not isinstance(v, tensors)}
+        options.pop("prompt", None)
         return options
 
 

@@ -11,19 +11,51 @@ import numpy as np
 import torch
 
 from fakes.simulated_driver import SimulatedDriver
-from gracetune.memory.managed_roles import DirectPrefetcher, ManagedMemory
+from gracetune.memory.driver import CudaCode
+from gracetune.memory.managed_roles import ManagedMemory
 from gracetune.memory.platform import Machine
 from gracetune.plan.machines import find_machine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import pytest
     from torch import Tensor
 
     from gracetune.events.types import Notice
-    from gracetune.memory.managed_roles import ManagedArray
+    from gracetune.memory.driver import Driver
+    from gracetune.memory.managed_roles import ManagedArray, PendingPrefetch
     from gracetune.memory.stats import MemoryAccounting
+
+
+class DirectPrefetcher:
+    """Prefetches in the calling thread, on the legacy stream."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def start(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        location: int,
+        after: PendingPrefetch | None = None,
+    ) -> PendingPrefetch:
+        """Prefetch before returning."""
+        for pointer, nbytes in ranges:
+            code = self._driver.prefetch(pointer, nbytes, location, 0)
+            assert code == CudaCode.SUCCESS, f"prefetch returned {code}"
+        return _Finished()
+
+    def drain(self) -> None:
+        """Do nothing: each prefetch has finished."""
+
+    def close(self) -> None:
+        """Do nothing: there is no thread."""
+
+
+class _Finished:
+    def wait(self) -> None:
+        """Do nothing: the prefetch has finished."""
 
 
 def managed_memory(

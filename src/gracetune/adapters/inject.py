@@ -247,7 +247,7 @@ def _check_shape(path: LayerPath, layer: Layer, module: nn.Module) -> None:
         shapes = ["x".join(map(str, one)) for one in (own, shape)]
         raise AdapterError(
             f"{path.module} is {shapes[0]} in the model and {shapes[1]} in the adapter, which is "
-            "for a model of another size.",
+            "for a model of another size. Set model.path to that model, or name another adapter.",
             kind="other-model",
             key=path.module,
         )

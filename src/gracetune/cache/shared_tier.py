@@ -6,13 +6,12 @@ entries that were encoded later, are read from the backing store: its mapped fil
 kernel's page cache, which the ranks of a machine share as well.
 
 The arena is anonymous memory, so nothing is left if all ranks are killed. Its first segment has the
-index (`_write_index`); the others have the tensors.
+index (`_fill_arena`); the others have the tensors.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import threading
 import weakref
 from itertools import chain
@@ -163,18 +162,15 @@ class SharedTier:
             return _fill_arena(self._backing, missing, self._budget, num_workers)
 
         name = blake3("\0".join((self._what, *missing)).encode()).hexdigest()
-        try:
-            shared = share_arena(
-                self._folder,
-                name,
-                build,
-                lambda: self._emit(Notice(f"cache: another rank loads {self._what} into memory")),
-            )
-        except OSError as error:  # a file system without locks
-            shared = SharedArena(build(), os.getpid(), str(error))
-        if shared.attach_error is not None:
+        shared = share_arena(
+            self._folder,
+            name,
+            build,
+            lambda: self._emit(Notice(f"cache: another rank loads {self._what} into memory")),
+        )
+        if shared.share_error is not None:
             text = f"{self._what} are in the memory of each rank, because they cannot be shared: "
-            self._emit(Notice(text + shared.attach_error, level="warning", fallback=True))
+            self._emit(Notice(text + shared.share_error, level="warning", fallback=True))
         return self._add_arena(shared)
 
     def trim(self) -> int:

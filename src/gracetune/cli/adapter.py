@@ -337,14 +337,26 @@ def _read_one_or_two(args: argparse.Namespace) -> Adapter:
         raise AdapterError(
             f"convert takes one file, or two for the two experts, but {len(given)} are given."
         )
+    for path, (adapter, _) in zip(args.files, given, strict=True):
+        if not adapter.table.has_stages:
+            raise AdapterError(
+                f"{path} is a {adapter.table.family} adapter, but convert joins two files only for "
+                "the two experts of a model. Convert each file by itself, or add the two up with "
+                "`gracetune adapter merge`.",
+                kind="mixed-stages",
+            )
     by_stage = {stage: adapter for adapter, stage in given}
     if set(by_stage) == {"high", "low"}:
         return join_stages(by_stage["high"], by_stage["low"])
     if set(by_stage) == {None}:
         return join_stages(given[0][0], given[1][0])  # assumed order: high, low
-    names = " and ".join(str(stage) for _, stage in given)
+    names = " and ".join(
+        f"{path} is for {f'the expert {stage}' if stage else 'an expert that it does not name'}"
+        for path, (_, stage) in zip(args.files, given, strict=True)
+    )
     raise AdapterError(
-        f"the two files are for the experts {names}. Give one for high and one for low.",
+        f"{names}. Give one file for high and one for low, and no --stage. To write an expert's "
+        "name into a file, convert it by itself with --stage.",
         kind="mixed-stages",
     )
 

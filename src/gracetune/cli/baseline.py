@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from gracetune import __version__
 from gracetune.atomic_files import write_text
-from gracetune.cli.main import read_run
+from gracetune.cli.main import add_set_argument, read_run
 from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.performance_baseline import (
     BASELINE_FILE,
@@ -71,14 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"first steps to leave out (default: a fifth of them, at most {_MAX_WARMUP})",
     )
-    capture.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="a.b=c",
-        dest="overrides",
-        help="override one setting; can be repeated",
-    )
+    add_set_argument(capture)
     capture.add_argument(
         "--output", type=Path, default=Path("baseline"), metavar="FOLDER", help="default: baseline"
     )

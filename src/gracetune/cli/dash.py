@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gracetune.cli.main import add_set_argument
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,14 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--machine", metavar="NAME", help="plan for a known machine, as gh200-96")
     plan.add_argument("--hbm", metavar="SIZE", help="limit of device memory, such as 96GB")
     plan.add_argument("--host-memory", metavar="SIZE", help="limit of host memory, such as 400GB")
-    plan.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="a.b=c",
-        dest="overrides",
-        help="override one setting; can be repeated",
-    )
+    add_set_argument(plan)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     # A path that does not exist yet is the output_dir of a run to come.
     files = [path for path in paths if path.is_file() or (path.suffix and not path.exists())]
     folders = [path for path in paths if path not in files]
-    plans = [plan_run(path, number, args) for number, path in enumerate(files)]
+    plans = [build_planned_run(path, number, args) for number, path in enumerate(files)]
     hosts = [*LOOPBACK_NAMES, *args.allow_host, *_own_name(args.host, args.allow_host)]
     with _bind(args.host, args.port) as listener:
         credentials = Credentials()
@@ -150,7 +144,7 @@ def _greeting(host: str, port: int, token: str, paths: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
-def plan_run(path: Path, number: int, args: argparse.Namespace) -> PlannedRun:
+def build_planned_run(path: Path, number: int, args: argparse.Namespace) -> PlannedRun:
     """Plan the run of a run file, as `gracetune plan` does; a failed plan is shown as its error."""
     if not path.is_file():
         raise ConfigError(
@@ -164,10 +158,10 @@ def plan_run(path: Path, number: int, args: argparse.Namespace) -> PlannedRun:
     from gracetune.dashboard.live_runs import PlannedRun
     from gracetune.memory.platform import open_machine
     from gracetune.plan.report import report_json
-    from gracetune.train.preflight import check_family
+    from gracetune.train.preflight import check_family_exists
 
     run_file = read_run(path, args.overrides)
-    check_family(run_file.model)
+    check_family_exists(run_file.model)
     options = {"--machine": args.machine, "--hbm": args.hbm, "--host-memory": args.host_memory}
     given = [word for name, text in options.items() if text for word in (name, text)]
     parser = argparse.ArgumentParser()

@@ -260,7 +260,7 @@ def _look(pair: Pair, caption: str | None) -> tuple[DatasetReport, str | None]:
     report = check_dataset(section, 0, 1, emit)
     problems = report.problems
     if len(report.captions.missing) == len(report.samples) + len(report.broken):
-        problems = tuple(text for text in problems if "have no caption" not in text)
+        problems = tuple(text for text in problems if text not in report.caption_problems)
     if problems:
         raise DataError(
             "\n".join(problems) + f"\nRun `gracetune data check {pair.target}` for details."
@@ -300,8 +300,8 @@ def _summary(report: DatasetReport, pair: Pair) -> list[str]:
     notes += [f"{len(facts.empty)} empty captions"] if facts.empty else []
     if notes:
         lines.append(f"look at    {', '.join(notes)}: gracetune data check {pair.target}")
-    ignored = [text.partition(": ")[2] for text in report.warnings if ": ignored " in text]
-    return lines + [f"note       {text}" for text in ignored]
+    about = f"dataset {report.section.id!r}: "  # there is only one
+    return lines + [f"note       {text.removeprefix(about)}" for text in report.warnings]
 
 
 # Questions

@@ -187,7 +187,7 @@ def add_run_file_arguments(parser: argparse.ArgumentParser) -> None:
     add_set_argument(parser)
 
 
-def add_set_argument(parser: argparse.ArgumentParser) -> None:
+def add_set_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add the argument `--set`, which overrides a setting of a run file."""
     parser.add_argument(
         "--set",

@@ -152,10 +152,10 @@ def plan(
     `open_machine` returns this machine, and `measured` its compute and copy speeds; tests pass
     functions of their own.
     """
-    from gracetune.train.preflight import check_family
+    from gracetune.train.preflight import check_family_exists
 
     run_file = read_run(args.run_file, args.overrides)
-    check_family(run_file.model)  # before torch is imported
+    check_family_exists(run_file.model)  # before torch is imported
 
     config = find_config(run_file)
     print_substitution(config, sys.stderr if args.json else sys.stdout)
@@ -444,26 +444,20 @@ def _with_managed(run_file: RunFile, machine: PlanMachine, budget: PlanBudget) -
     As in the run, device memory above the threshold of stage 2 is then left to managed pages.
     """
     from gracetune.config.environment import environment_settings, process_environment
-    from gracetune.memory.oversubscription import StagePolicy, host_room, managed_cap
+    from gracetune.memory.oversubscription import managed_cap
     from gracetune.memory.platform import Link
-    from gracetune.memory.session import PCIE_CAP_PART
+    from gracetune.memory.session import stage_policy
 
     section, environment = run_file.gh200_optimizations, environment_settings(process_environment())
     use_uvm = environment.use_uvm if section.use_uvm is None else section.use_uvm
     if not use_uvm or section.managed == "off" or machine.link not in (Link.MANAGED, Link.COHERENT):
         return budget
-    default = StagePolicy()
-    policy = StagePolicy(
-        threshold=environment.stage1_threshold or default.threshold,
-        min_free_bytes=environment.stage1_min_bytes or default.min_free_bytes,
-        oversubscription_ratio=environment.oversubscription_ratio or default.oversubscription_ratio,
+    policy, chosen = stage_policy(environment), section.managed_memory
+    cap = managed_cap(
+        *(policy, budget.device_nbytes, budget.host_nbytes // machine.ranks),
+        chosen=None if chosen is None else parse_bytes(chosen),
+        free_over_pcie=budget.device_nbytes if machine.link is Link.MANAGED else None,
     )
-    host_share = budget.host_nbytes // machine.ranks
-    cap = managed_cap(policy, budget.device_nbytes, host_share)
-    if section.managed_memory is not None:
-        cap = min(parse_bytes(section.managed_memory), host_room(policy, host_share))
-    elif machine.link is Link.MANAGED:
-        cap = min(cap, budget.device_nbytes // PCIE_CAP_PART)
     room = max(0, machine.device_nbytes - policy.stage2_below(machine.device_nbytes))
     return replace(budget, managed_nbytes=cap, device_nbytes=min(budget.device_nbytes, room))
 
@@ -550,7 +544,7 @@ def _trained_size(run_file: RunFile, model: MetaModel) -> tuple[TrainedSize, lis
     from gracetune.optim.registry import optimizer_info
     from gracetune.plan.planner_input import MASTER_NBYTES, TrainedSize
 
-    count = make_trainable(model, run_file.adapter, run_file.model.frozen_compute)
+    count = prepare_meta_model(model, run_file.adapter, run_file.model.frozen_compute)
     trained = [p for p in model.model.parameters() if p.requires_grad]
     if run_file.adapter is None and not trains_in_bf16(run_file):
         for parameter in trained:
@@ -571,7 +565,7 @@ def _trained_size(run_file: RunFile, model: MetaModel) -> tuple[TrainedSize, lis
     return TrainedSize(sum(p.nbytes for p in trained), int(count * each), slots), notes
 
 
-def make_trainable(
+def prepare_meta_model(
     model: MetaModel, section: AdapterSection | None, frozen_compute: FrozenCompute = "bf16"
 ) -> int:
     """Add an adapter, or make all weights trainable; return the number of trained weights."""

@@ -278,7 +278,9 @@ def _confirmation(yes: bool) -> Callable[[str], None]:
         if not sys.stdin.isatty():
             raise PortError(f"{step} There is no terminal to ask on; pass --yes to confirm.")
         if input(f"{step} Continue? [y/N] ").strip().lower() not in ("y", "yes"):
-            raise PortError("nothing was changed.")
+            raise PortError(
+                "nothing was changed. To continue, start again and answer y, or pass --yes."
+            )
 
     return confirm
 

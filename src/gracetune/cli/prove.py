@@ -155,13 +155,19 @@ class Proof:
     def run_parts(self) -> None:
         """Run every part; a part that fails does not stop the others."""
         self._machine()
-        for name in CHOICES:
+        runners = {
+            "diagnose": self._diagnose,
+            "gradients": self._gradients,
+            "tuned_loop": self._tuned_loop,
+            "training": self._training,
+        }
+        for name, run_part in runners.items():
             part = self._parts[name]
             if self._args.only and name not in self._args.only:
                 part.summary = "not selected with --only"
                 continue
             print(f"{part.title} ...", file=sys.stderr, flush=True)
-            getattr(self, f"_{name}")(part)
+            run_part(part)
             print(f"  {part.status}: {part.summary}", file=sys.stderr, flush=True)
         self._plan(self._parts["plan"])
         self._comparison(self._parts["comparison"])

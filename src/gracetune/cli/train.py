@@ -78,7 +78,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load the run file and train."""
     load = load_rehearsal if args.rehearse else load_run_file
-    return run_training(load(args.run_file, args.overrides), args.resume)
+    return train_and_report(load(args.run_file, args.overrides), args.resume)
 
 
 def load_rehearsal(path: str, overrides: Sequence[str]) -> LoadedRun:
@@ -100,7 +100,7 @@ def load_rehearsal(path: str, overrides: Sequence[str]) -> LoadedRun:
     return loaded
 
 
-def run_training(loaded: LoadedRun, resume: str) -> int:
+def train_and_report(loaded: LoadedRun, resume: str) -> int:
     """Train from a loaded run file, and show the progress on stdout."""
     timer = PhaseTimer()
     check_run(loaded.run)

@@ -53,9 +53,9 @@ def _train(argv: Sequence[str]) -> int:
     claim_process_alloc_conf()
     loaded = load_run_file(arguments.config, arguments.overrides)
     # Imported late: it loads torch, which reads its allocator settings when it is imported.
-    from gracetune.cli.train import run_training
+    from gracetune.cli.train import train_and_report
 
-    return run_training(loaded, arguments.resume)
+    return train_and_report(loaded, arguments.resume)
 
 
 def parse(argv: Sequence[str]) -> LaunchArguments:

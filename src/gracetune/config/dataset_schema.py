@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Resolution = Annotated[int, Field(ge=8)]
 STAGED_TYPES = frozenset(("in_memory", "shapes"))
 """Values of `datasets[].type` whose files are staged: read into host memory before training."""
-
-
+MASK_SETTINGS = {"mask_invert", "mask_background", "mask_normalize"}
+"""Settings that have an effect only if the dataset has masks."""
 TRIGGER = "[trigger]"
 """Placeholder in captions and prompts, which `datasets[].trigger_word` replaces."""
 

@@ -37,6 +37,7 @@ FORMATS_BY_SUFFIX = {".json": "json", ".yaml": "yaml", ".yml": "yaml", ".toml": 
 MAX_FILE_BYTES = 16 * 1024**2
 MAX_YAML_NODES = 100_000
 _MAX_SHOWN = 60
+_FEWER_LEVELS = "No setting is: remove the inner levels, or check the path of the run file."
 
 _TOML_POSITION = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 _TOML_HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?$")
@@ -61,7 +62,10 @@ def read_text(file: Path) -> str:
         if file.is_dir():
             raise ConfigError(f"{file} is a folder. Name the run file in it.")
         if file.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{file} is larger than {MAX_FILE_BYTES} bytes, so not a run file.")
+            raise ConfigError(
+                f"{file} is larger than {MAX_FILE_BYTES} bytes, so it is not a run file. Check its "
+                "path."
+            )
         return file.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{file} does not exist. Check the path of the run file.") from None
@@ -82,7 +86,7 @@ def parse_text(text: str, text_format: str, name: str) -> ParsedText:
     try:
         tree, lines = _PARSERS[text_format](text, name)
     except RecursionError:
-        raise ConfigError(f"{name} is nested too deeply to be a run file.") from None
+        raise ConfigError(f"{name} is nested too deeply. {_FEWER_LEVELS}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{name}: the top level is {describe_type(tree)}; it must be an object.")
     _check_values(tree, lines, name)
@@ -94,7 +98,7 @@ def _check_values(tree: dict[str, object], lines: Mapping[KeyPath, int], name: s
     for path, value in walk(tree):
         where = locate_line(name, lines, path)
         if len(path) > MAX_DEPTH:
-            raise ConfigError(f"{where}: nested more than {MAX_DEPTH} levels deep.")
+            raise ConfigError(f"{where}: nested more than {MAX_DEPTH} levels deep. {_FEWER_LEVELS}")
         fault = find_fault(value)
         if fault is not None:
             raise ConfigError(f"{where}: {dotted(path)} is {fault}.")
@@ -337,10 +341,13 @@ def _record_yaml_lines(root: yaml.Node, name: str, lines: dict[KeyPath, int]) ->
         path, node = waiting.pop()
         visited += 1
         if len(path) > MAX_DEPTH:
-            raise ConfigError(f"{name} is nested more than {MAX_DEPTH} levels deep.")
+            raise ConfigError(
+                f"{name} is nested more than {MAX_DEPTH} levels deep. {_FEWER_LEVELS}"
+            )
         if visited > MAX_YAML_NODES:
             raise ConfigError(
-                f"{name} has more than {MAX_YAML_NODES} values after expanding its aliases."
+                f"{name} has more than {MAX_YAML_NODES} values after expanding its aliases. Remove "
+                "aliases (*name) that contain others."
             )
         children: list[tuple[str | int, yaml.Node, yaml.Node]] = []
         if isinstance(node, yaml.MappingNode):

@@ -57,6 +57,7 @@ class LiveRun:
         self.tail = LogTail(self.folder / LOG_NAME)
         self.samples = SampleIndex(self.folder)
         self.status = RunStatus("waiting", "", 0, 0)
+        self._has_new_samples = False
         self.refresh_status()
 
     def poll(self) -> dict[str, object] | None:
@@ -75,20 +76,22 @@ class LiveRun:
             self.state.restart()
             self.samples.clear()
         self.state.damaged += chunk.damaged
-        new_samples = False
         for record in chunk.records:
             try:
                 self.state.apply(record)
                 if record["event"] == "validated":
-                    new_samples |= self.samples.add(record) is not None
+                    self._has_new_samples |= self.samples.add(record) is not None
             except DAMAGED:
                 self.state.damaged += 1
         self.reading = chunk.share
         if not chunk.at_end:
             return None
         delta = self.state.take_delta()
-        if delta is not None and new_samples and "reload" not in delta:
+        if delta is None:
+            return None
+        if self._has_new_samples and "reload" not in delta:
             delta["samples"] = [one.to_json() for one in self.samples.sets]
+        self._has_new_samples = False
         return delta
 
     def refresh_status(self) -> bool:

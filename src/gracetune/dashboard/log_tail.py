@@ -79,13 +79,14 @@ class LogTail:
                 self._forget()
             self._identity = identity
             self._head = head
-            file.seek(self._offset)
+            start = file.seek(self._offset)
             data = file.read(CHUNK_NBYTES)
             if len(data) == CHUNK_NBYTES and b"\n" not in data:
                 data += file.read(MAX_LINE_NBYTES)
         chunk = self._parse(data)
         chunk.restarted = restarted
-        chunk.at_end = self._offset >= status.st_size or len(data) < CHUNK_NBYTES
+        # At the end even if the last line is incomplete, which leaves `_offset` before it.
+        chunk.at_end = start + len(data) >= status.st_size or len(data) < CHUNK_NBYTES
         if not chunk.at_end:
             chunk.share = self._offset / status.st_size
         return chunk

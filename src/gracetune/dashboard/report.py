@@ -20,7 +20,7 @@ from gracetune.dashboard.thumbnails import make_thumbnail
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gracetune.dashboard.live_runs import LiveRun, PlannedRun
+    from gracetune.dashboard.live_runs import LiveRun
     from gracetune.dashboard.run_folder import SampleSet
 
 MODULES = (
@@ -78,7 +78,7 @@ class _Embedded:
             self.files[f"{run.id}/{name}/{file}"] = _data_uri(CLIP_TYPES[kind], data)
 
 
-def write_report(runs: Sequence[LiveRun], plans: Sequence[PlannedRun] = ()) -> str:
+def write_report(runs: Sequence[LiveRun]) -> str:
     """Return the HTML of a report about runs that have been read to their ends."""
     chosen = {run.id: choose_sets(run.samples.sets) for run in runs}
     count = sum(len(one.items) for sets in chosen.values() for one in sets)
@@ -92,7 +92,7 @@ def write_report(runs: Sequence[LiveRun], plans: Sequence[PlannedRun] = ()) -> s
         _embed(run, chosen[run.id], embedded)
     data = {
         "made": time.time(),
-        "runs": snapshots + [plan.snapshot() for plan in plans],
+        "runs": snapshots,
         "thumbnails": embedded.thumbnails,
         "files": embedded.files,
     }

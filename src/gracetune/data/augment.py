@@ -81,16 +81,6 @@ class AugmentationDraw:
         """Return the augmentations as a JSON-serialisable list, for reports and manifests."""
         return [{"name": step.name, **step.numbers} for step in self.steps]
 
-    @classmethod
-    def from_json(cls, steps: list[dict[str, object]]) -> AugmentationDraw:
-        """Return the augmentations from a list that `as_json` returned."""
-        return cls(
-            tuple(
-                Step(str(step["name"]), {k: float(str(v)) for k, v in step.items() if k != "name"})
-                for step in steps
-            )
-        )
-
 
 NO_AUGMENTATIONS = AugmentationDraw()
 

@@ -189,11 +189,6 @@ class BatchOrder:
         """Return the samples in `count` batches together, from the one with this number on."""
         return sum(self.size_at(each)[1] for each in range(index, index + count))
 
-    @property
-    def samples_per_epoch(self) -> int:
-        """Number of samples in an epoch, counting repeats."""
-        return int(self._starts[-1])
-
     def batch_at(self, index: int) -> tuple[Draw, ...]:
         """Return the samples of the batch with this number, counted over all ranks and epochs.
 

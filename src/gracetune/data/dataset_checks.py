@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gracetune.config.dataset_schema import DatasetSection
+from gracetune.config.dataset_schema import MASK_SETTINGS, DatasetSection
 from gracetune.data import buckets
 from gracetune.errors import ConfigError
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from gracetune.config.schema import RunFile
     from gracetune.models.family import AudioFormat, Family
 
-MASK_SETTINGS = {"mask_invert", "mask_background", "mask_normalize"}
 PLURALS = {"image": "images", "video": "videos", "audio": "audio"}
 
 

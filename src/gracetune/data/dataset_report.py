@@ -89,6 +89,8 @@ class DatasetReport:
     """Warnings that training prints about the files."""
     problems: tuple[str, ...] = ()
     """Errors with which training would stop."""
+    caption_problems: tuple[str, ...] = ()
+    """Those of `problems` that are about samples without a caption."""
 
     @property
     def kind(self) -> Kind:
@@ -129,7 +131,7 @@ def check_dataset(
     def collect(event: Event) -> None:
         if not isinstance(event, Notice):
             emit(event)
-        elif event.level == "warning" and ": skipped " not in event.text:
+        elif event.level == "warning":
             warnings.append(event.text)
 
     if section.type == "in_memory":  # the same samples, without reading them into shared memory
@@ -147,7 +149,8 @@ def check_dataset(
     )
     with _Collected(problems):
         require_captions(listed.captions, listed.source, section, listed.setting)
-    log = CorruptionLog(collect)
+    caption_problems = tuple(problems)
+    log = CorruptionLog(lambda _: None)  # `broken` has every sample that it skips
     opened = None
     with _Collected(problems):
         opened = read_samples(_with_every_sample(listed), collect, log, None, seed, True)
@@ -168,6 +171,7 @@ def check_dataset(
         broken=log.entries,
         warnings=tuple(warnings),
         problems=tuple(dict.fromkeys(problems)),
+        caption_problems=caption_problems,
     )
 
 

@@ -19,7 +19,7 @@ from blake3 import blake3
 from gracetune.config.dataset_schema import redact_options
 from gracetune.data.dataset import is_shard, open_address
 from gracetune.data.prefetch import ordered_map
-from gracetune.data.source import check_name, data_dir, is_hidden
+from gracetune.data.source import check_key, data_dir, is_hidden
 from gracetune.errors import REDACTED, DataError, redact_urls
 
 if TYPE_CHECKING:
@@ -327,7 +327,7 @@ class RemoteSource:
         for path, about in self._files.find().items():
             key = self._files.display_name(path.removeprefix(self._files.root).lstrip("/"))
             if key and not is_hidden(key):
-                check_name(f"{setting}.instance_data_dir", key)
+                check_key(f"{setting}.instance_data_dir", key)
                 self._paths[key] = path
                 self._sizes[key] = about["size"]
                 self._versions[key] = version_of(about)

@@ -21,7 +21,7 @@ import numpy as np
 from gracetune.data.prefetch import ordered_map
 from gracetune.data.source import (
     FileRange,
-    check_name,
+    check_key,
     data_dir,
     file_stamp,
     is_hidden,
@@ -254,7 +254,7 @@ def _list(shard: Shard, setting: str) -> _Members:
         if not member.isreg() or member.issparse() or is_hidden(key):
             num_skipped += not member.isdir()
             continue
-        check_name(setting, key)
+        check_key(setting, key)
         places[key] = (member.offset_data, member.size)
     return _Members(places, num_skipped)
 

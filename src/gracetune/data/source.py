@@ -165,7 +165,7 @@ def file_stamp(paths: Iterable[str]) -> str:
     return digest.hexdigest(length=16)
 
 
-def check_name(setting: str, key: str) -> None:
+def check_key(setting: str, key: str) -> None:
     """Raise an error if a file name is not valid UTF-8; logs and reports could not contain it."""
     try:
         key.encode()
@@ -218,7 +218,7 @@ class FolderSource:
         if not self._keys:
             raise DataError(f"{name} is {str(path)!r}: the folder is empty. Put samples into it.")
         for key in self._keys:
-            check_name(name, key)
+            check_key(name, key)
         self._known = frozenset(self._keys)
         self._prefix = f"{self.root}/"
 

@@ -67,7 +67,7 @@ WATCH_NBYTES = 256 * MIB
 memory, because other processes may use memory as well."""
 
 
-def host_room(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> int:
+def staging_room(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> int:
     """Return how many bytes of host memory a dataset that is read into memory may use now.
 
     It is the free memory less a reserve, and negative if less than the reserve is free.
@@ -193,7 +193,7 @@ class StagedSource:
         emit: Emit,
         setting: str = "datasets",
         shared_folder: Path | None = None,
-        room: Callable[[], int] = host_room,
+        room: Callable[[], int] = staging_room,
         find: Callable[[], BulkCopier | MissingBulkCopier] = find_bulk_copier,
     ) -> StagedSource:
         """Read the files with these keys into host memory, and return a source for them.
@@ -223,11 +223,11 @@ class StagedSource:
             make,
             lambda: emit(Notice(f"data: waiting for another process that is staging {what}")),
         )
-        if shared.attach_error is not None:
+        if shared.share_error is not None:
             emit(
                 Notice(
-                    f"another process has {what} in memory, but it cannot be mapped "
-                    f"({shared.attach_error}); this one keeps its own copy. Run both as one user",
+                    f"{what} cannot be shared with other processes ({shared.share_error}); this "
+                    "one keeps its own copy. Run all of them as one user",
                     level="warning",
                     fallback=True,
                 )

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from gracetune.data.staging import host_room
+from gracetune.data.staging import staging_room
 from gracetune.events.types import Notice
 from gracetune.hosts.tensor_cache import (
     CachedValue,
@@ -76,7 +76,7 @@ def open_tensor_cache(
     folder: Path | None,
     pin: Callable[[torch.Tensor], torch.Tensor],
     emit: Emit,
-    free_host_memory: Callable[[], int] = host_room,
+    free_host_memory: Callable[[], int] = staging_room,
 ) -> TensorCache:
     """Open a memory that holds cache files: shared if there are several ranks and a `folder`.
 

@@ -2,7 +2,8 @@
 
 A hint is applied, unsupported (with the reason) or failed (with the driver's code), never silently
 dropped. The driver is only given whole pages that belong to the tensor alone, and only if they are
-managed memory. `placement.py` decides which hints a batch gets; `pool.py` allocates managed memory.
+managed memory. `placement.py` decides which hints a batch gets; `managed_pool.py` and
+`managed_roles.py` allocate managed memory.
 
 Ordering (stream S is the current torch stream unless one is given):
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from gracetune.memory.driver import HOST, Advice, PointerKind
 from gracetune.memory.managed_pool import PoolUnavailable
-from gracetune.memory.platform import Link
+from gracetune.memory.platform import Link, text_or_empty
 from gracetune.units import GIB, KIB, MIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -153,27 +153,22 @@ class KernelInfo:
 
 def read_kernel(proc: Path, sys: Path, release: str, machine: str) -> KernelInfo:
     """Read the kernel settings from /proc and /sys."""
-    chosen = re.search(r"\[(\w+)\]", _text(sys / "kernel/mm/transparent_hugepage/enabled"))
-    driver = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", _text(proc / "driver/nvidia/version"))
+    chosen = re.search(r"\[(\w+)\]", text_or_empty(sys / "kernel/mm/transparent_hugepage/enabled"))
+    driver = re.search(
+        r"NVRM version:.*?\s(\d+\.[\d.]+)\s", text_or_empty(proc / "driver/nvidia/version")
+    )
     nodes = sys / "devices/system/node"
     return KernelInfo(
         release=release,
         machine=machine,
-        numa_balancing=_text(proc / "sys/kernel/numa_balancing").strip(),
+        numa_balancing=text_or_empty(proc / "sys/kernel/numa_balancing").strip(),
         huge_pages=chosen[1] if chosen else "",
         node_cpus={
-            int(path.name.removeprefix("node")): _cpus(_text(path / "cpulist"))
+            int(path.name.removeprefix("node")): _cpus(text_or_empty(path / "cpulist"))
             for path in sorted(nodes.glob("node[0-9]*"))
         },
         gpu_driver=driver[1] if driver else "",
     )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 def _cpus(text: str) -> frozenset[int]:

@@ -668,33 +668,3 @@ class PrefetchThread:
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-
-class DirectPrefetcher:
-    """Prefetches in the calling thread on the legacy stream; for simulated drivers."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-
-    def start(
-        self,
-        ranges: Sequence[tuple[int, int]],
-        location: int,
-        after: PendingPrefetch | None = None,  # noqa: ARG002  it has finished
-    ) -> PendingPrefetch:
-        """Prefetch before returning."""
-        for pointer, nbytes in ranges:
-            code = self._driver.prefetch(pointer, nbytes, location, 0)
-            assert code == CudaCode.SUCCESS, f"prefetch returned {code}"
-        return _Finished()
-
-    def drain(self) -> None:
-        """Do nothing: each prefetch has finished."""
-
-    def close(self) -> None:
-        """Do nothing: there is no thread."""
-
-
-class _Finished:
-    def wait(self) -> None:
-        """Do nothing: the prefetch has finished."""

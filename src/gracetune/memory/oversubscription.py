@@ -20,6 +20,7 @@ changes the results of training. Each decision is an event with its effect in by
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
     from gracetune.events.types import Event
     from gracetune.memory.driver import Driver
+
+
+PCIE_CAP_PART = 4
+"""Over PCIe, managed memory may be at most 1/PCIE_CAP_PART of the free device memory."""
 
 
 class Stage(IntEnum):
@@ -147,15 +152,28 @@ class StageState:
     """Memory readings since the last hard reclamation (torch's cache emptied); None if never."""
 
 
-def managed_cap(policy: StagePolicy, device_total: int, host_available: int) -> int:
+def managed_cap(
+    policy: StagePolicy,
+    device_total: int,
+    host_available: int,
+    *,
+    chosen: int | None = None,
+    free_over_pcie: int | None = None,
+) -> int:
     """Return the maximum size of managed memory in bytes.
 
-    It is `oversubscription_ratio` times device memory, or host memory minus its reserve if that is
-    less: the driver may evict every managed page to the host, and the kernel kills a process that
-    uses too much.
+    It is the size `chosen` by the user, or else `oversubscription_ratio` times device memory. Over
+    PCIe it is at most a quarter of the free device memory, `free_over_pcie`: managed memory is slow
+    there, and must not crowd out what torch allocates. Host memory minus its reserve limits each:
+    the driver may evict every managed page to the host, and the kernel kills a process that uses
+    too much.
     """
-    by_ratio = int(policy.oversubscription_ratio * device_total)
-    return min(by_ratio, host_room(policy, host_available))
+    cap = chosen
+    if cap is None:
+        cap = int(policy.oversubscription_ratio * device_total)
+        if free_over_pcie is not None:
+            cap = min(cap, free_over_pcie // PCIE_CAP_PART)
+    return min(cap, host_room(policy, host_available))
 
 
 def host_room(policy: StagePolicy, host_available: int) -> int:
@@ -483,3 +501,10 @@ class GcFreeze:
         gc.collect()
         if self._is_frozen:
             gc.freeze()
+
+
+def return_freed_memory() -> None:
+    """Return freed host memory to the operating system. glibc keeps blocks of up to 32 MiB."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries lack it
+    if trim is not None:
+        trim(0)

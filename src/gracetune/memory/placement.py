@@ -129,13 +129,12 @@ class BatchReport:
         return bool(self.hints) and all(self.hints)
 
 
-def placement_table(
-    changes: Mapping[str, str], table: PlacementTable = DEFAULT_TABLE
-) -> PlacementTable:
-    """Return a copy of `table` with changed placements.
+def placement_table(changes: Mapping[str, str]) -> PlacementTable:
+    """Return the default table with changed placements.
 
     `changes` maps roles or tensor names to placements, such as `{"latents": "staged"}`.
     """
+    table = DEFAULT_TABLE
     roles, placements = dict(table.roles), dict(table.placements)
     for name, value in changes.items():
         if value not in list(Placement):

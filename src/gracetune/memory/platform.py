@@ -513,7 +513,7 @@ def anonymous_nbytes(proc: Path, spans: Iterable[tuple[int, int]]) -> int:
     """
     mapped = [
         (int(match[1], 16), int(match[2], 16))
-        for match in _MAPPING.finditer(_text(proc / "self/maps"))
+        for match in _MAPPING.finditer(text_or_empty(proc / "self/maps"))
         if match[3] != "0"
     ]
     starts = [start for start, _ in mapped]
@@ -527,10 +527,11 @@ def anonymous_nbytes(proc: Path, spans: Iterable[tuple[int, int]]) -> int:
 
 def _kilobytes(path: Path) -> dict[str, int]:
     """Parse the `Name: 123 kB` lines of a meminfo file to bytes; empty if there is no file."""
-    return {name: int(value) * 1024 for name, value in _LINE.findall(_text(path))}
+    return {name: int(value) * 1024 for name, value in _LINE.findall(text_or_empty(path))}
 
 
-def _text(path: Path) -> str:
+def text_or_empty(path: Path) -> str:
+    """Return the text of a system file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
@@ -551,7 +552,7 @@ def _nodes(folder: Path) -> tuple[NumaNode, ...]:
                 id=number,
                 total_bytes=memory["MemTotal"],
                 available_bytes=memory.get("MemFree", 0) + cached,
-                has_cpus=_text(path / "cpulist").strip() != "",
+                has_cpus=text_or_empty(path / "cpulist").strip() != "",
             )
         )
     return tuple(sorted(nodes, key=lambda node: node.id))
@@ -562,7 +563,7 @@ def _includes_gpu_memory(proc: Path) -> bool:
 
     /proc/iomem has the answer, but only root can read it.
     """
-    regions = _text(proc / "iomem")
+    regions = text_or_empty(proc / "iomem")
     if regions:
         return _NVIDIA_REGION in regions
     driver = proc / "driver/nvidia"
@@ -575,26 +576,26 @@ def _cgroup_free_bytes(proc: Path, mount: Path) -> int | None:
     The page cache counts as free, as in MemAvailable: the kernel drops it before it kills a
     process.
     """
-    match = re.search(r"^0::(/.*)$", _text(proc / "self/cgroup"), re.MULTILINE)
+    match = re.search(r"^0::(/.*)$", text_or_empty(proc / "self/cgroup"), re.MULTILINE)
     if match is None:
         return None
     parts = [part for part in match[1].split("/") if part]
     free = []
     for depth in range(len(parts), -1, -1):
         folder = mount.joinpath(*parts[:depth])
-        limit = _text(folder / "memory.max").strip()
+        limit = text_or_empty(folder / "memory.max").strip()
         if not limit.isdecimal():
             continue
-        used = int(_text(folder / "memory.current").strip() or 0)
+        used = int(text_or_empty(folder / "memory.current").strip() or 0)
         sizes = re.findall(
-            r"^(?:in)?active_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE
+            r"^(?:in)?active_file (\d+)$", text_or_empty(folder / "memory.stat"), re.MULTILINE
         )
         free.append(max(0, int(limit) - used + sum(map(int, sizes))))
     return min(free, default=None)
 
 
 def _coherent_mode(params: Path) -> str:
-    match = re.search(r'^CoherentGPUMemoryMode:\s*"?(\w*)"?', _text(params), re.MULTILINE)
+    match = re.search(r'^CoherentGPUMemoryMode:\s*"?(\w*)"?', text_or_empty(params), re.MULTILINE)
     return match[1] if match else ""
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gracetune.memory.platform import import_nvml, read_host
+from gracetune.memory.platform import import_nvml, read_host, text_or_empty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -103,7 +103,9 @@ class MachineSensors:
             "memory_available": found.usable_bytes(),
             "memory_total": found.total_host_bytes(),
         }
-        swap = re.findall(r"^Swap(Total|Free):\s+(\d+) kB", _text(self._proc / "meminfo"), re.M)
+        swap = re.findall(
+            r"^Swap(Total|Free):\s+(\d+) kB", text_or_empty(self._proc / "meminfo"), re.M
+        )
         if len(swap) == 2:
             sizes = {name: int(kib) * 1024 for name, kib in swap}
             values["swap_used"] = sizes["Total"] - sizes["Free"]
@@ -114,7 +116,7 @@ class MachineSensors:
     def _pressure(self) -> dict[str, float]:
         found = {}
         for name in PRESSURES:
-            match = _AVERAGE.search(_text(self._proc / "pressure" / name))
+            match = _AVERAGE.search(text_or_empty(self._proc / "pressure" / name))
             if match:
                 found[f"pressure_{name}"] = float(match[1])
         return found
@@ -200,7 +202,7 @@ class MemoryCgroup:
 
 def find_memory_cgroup(proc: Path, mount: Path) -> MemoryCgroup | None:
     """Return the memory control group of this process; None if the machine has none."""
-    groups = _text(proc / "self/cgroup")
+    groups = text_or_empty(proc / "self/cgroup")
     for pattern, root, used, limit in (
         (r"^0::(/.*)$", mount, "memory.current", "memory.max"),
         (
@@ -314,21 +316,14 @@ def _decode(name: str | bytes | None) -> str:
 # Files
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""
-
-
 def _number(path: Path) -> int | None:
-    text = _text(path).strip()
+    text = text_or_empty(path).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _counter(path: Path, names: Sequence[str]) -> int | None:
     """Return the first of some counters in a file of `name value` lines."""
-    text = _text(path)
+    text = text_or_empty(path)
     for name in names:
         match = re.search(rf"^{name} (\d+)$", text, re.MULTILINE)
         if match:

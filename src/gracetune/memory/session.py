@@ -29,6 +29,7 @@ from gracetune.memory.managed_pool import (
 )
 from gracetune.memory.managed_roles import ManagedMemory, ManagedPages, PrefetchThread
 from gracetune.memory.oversubscription import (
+    PCIE_CAP_PART,
     Garbage,
     GcFreeze,
     Reading,
@@ -65,8 +66,6 @@ if TYPE_CHECKING:
     from gracetune.memory.stats import FaultCounter, Stats
 
 
-PCIE_CAP_PART = 4
-"""Over PCIe, managed memory may be at most 1/PCIE_CAP_PART of the free device memory."""
 OVERFLOW_OFF = (
     "managed overflow is off; gh200_optimizations.use_uvm: true in the run file, or use_uvm:True "
     "in PYTORCH_CUDA_ALLOC_CONF, turns it on"
@@ -89,6 +88,16 @@ class MemorySettings(Protocol):
     def stage1_threshold(self) -> float | None: ...
     @property
     def stage1_min_bytes(self) -> int | None: ...
+
+
+def stage_policy(settings: MemorySettings) -> StagePolicy:
+    """Return the thresholds of the stages: from environment variables, and defaults."""
+    default = StagePolicy()
+    return StagePolicy(
+        threshold=settings.stage1_threshold or default.threshold,
+        min_free_bytes=settings.stage1_min_bytes or default.min_free_bytes,
+        oversubscription_ratio=settings.oversubscription_ratio or default.oversubscription_ratio,
+    )
 
 
 class HostReader:
@@ -242,14 +251,7 @@ class MemorySession:
     @cached_property
     def policy(self) -> StagePolicy:
         """Thresholds at which memory is reclaimed, from environment variables and defaults."""
-        settings, default = self.settings, StagePolicy()
-        return StagePolicy(
-            threshold=settings.stage1_threshold or default.threshold,
-            min_free_bytes=settings.stage1_min_bytes or default.min_free_bytes,
-            oversubscription_ratio=(
-                settings.oversubscription_ratio or default.oversubscription_ratio
-            ),
-        )
+        return stage_policy(self.settings)
 
     @property
     def pattern(self) -> AccessPattern | None:
@@ -265,13 +267,14 @@ class MemorySession:
         device memory that is free at the first use: managed memory is slow there, and must not
         crowd out the memory that torch allocates. This process's share of host memory limits each.
         """
-        by_ratio = managed_cap(self.policy, self.machine.platform.device_bytes, self._host_share)
-        if self.managed_cap_override is not None:
-            return min(self.managed_cap_override, host_room(self.policy, self._host_share))
-        platform, driver = self.machine.platform, self.machine.driver
-        if platform.link is not Link.MANAGED or driver is None:
-            return by_ratio
-        return min(by_ratio, driver.memory_info(platform.device)[0] // PCIE_CAP_PART)
+        platform, driver, free_over_pcie = self.machine.platform, self.machine.driver, None
+        if platform.link is Link.MANAGED and driver is not None:
+            free_over_pcie = driver.memory_info(platform.device)[0]
+        return managed_cap(
+            *(self.policy, platform.device_bytes, self._host_share),
+            chosen=self.managed_cap_override,
+            free_over_pcie=free_over_pcie,
+        )
 
     @property
     def _host_share(self) -> int:

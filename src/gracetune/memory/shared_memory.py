@@ -37,7 +37,7 @@ import os
 import stat
 import threading
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -243,8 +243,9 @@ class SharedArena(NamedTuple):
     arena: Arena
     owner_pid: int
     """ID of the process that built the arena."""
-    attach_error: str | None
-    """Why mapping another process's arena failed, so that this one was built; None otherwise."""
+    share_error: str | None
+    """Why the arena is not shared: another process's could not be mapped, or this one not offered.
+    None if it is."""
 
     @property
     def is_owner(self) -> bool:
@@ -263,13 +264,19 @@ def share_arena(
 
     `name` must identify everything that the contents depend on. `on_wait` is called if another
     process is building the arena, before waiting for it. The folder is created if it is missing;
-    raises UnsafeFileError if another user could change it.
+    raises UnsafeFileError if another user could change it. If the folder's file system has no locks
+    or cannot be written to, the arena is built for this process alone.
     """
-    owner = open_private_folder(folder)
     base = folder / f"{name}-{pid_namespace_id(proc)}"
-    with exclusive_lock(base.with_name(f"{base.name}.lock"), owner, on_wait):
+    with ExitStack() as stack:
+        try:
+            owner = open_private_folder(folder)
+            lock = exclusive_lock(base.with_name(f"{base.name}.lock"), owner, on_wait)
+            stack.enter_context(lock)
+        except OSError as error:
+            return SharedArena(build(), os.getpid(), str(error))
         offer = base.with_name(f"{base.name}.json")
-        attach_error = None
+        share_error = None
         handle = _read_handle(offer, owner)
         # A process that asks a second time wants the present contents, not those it built before.
         if handle is not None and handle.pid != os.getpid():
@@ -278,16 +285,19 @@ def share_arena(
             except (FileNotFoundError, ProcessLookupError):
                 pass  # its process ended, or the process ID was reused
             except PermissionError as error:
-                attach_error = str(error)
+                share_error = str(error)
         arena = build()
         # Renamed when it is complete, so that a process which is killed leaves no partial file.
         partial = offer.with_suffix(".new")
-        partial.unlink(missing_ok=True)
-        opened = open_private_file(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, owner)
-        with os.fdopen(opened, "w") as file:
-            file.write(json.dumps(asdict(arena.handle)))
-        partial.replace(offer)
-        return SharedArena(arena, os.getpid(), attach_error)
+        try:
+            partial.unlink(missing_ok=True)
+            opened = open_private_file(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, owner)
+            with os.fdopen(opened, "w") as file:
+                file.write(json.dumps(asdict(arena.handle)))
+            partial.replace(offer)
+        except OSError as error:
+            share_error = str(error)
+        return SharedArena(arena, os.getpid(), share_error)
 
 
 # Anonymous files, and how other processes open them

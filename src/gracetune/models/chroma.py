@@ -23,6 +23,7 @@ from gracetune.models.family import PROBE_JOINT_ATTENTION, PlannerShapes
 from gracetune.models.key_tables import (
     FLUX_BLOCK_LINEARS,
     FLUX_FUSED,
+    FLUX_LINEARS,
     FLUX_PREFIXES,
     FLUX_ROW_RATIOS,
     FLUX_ROWS,
@@ -44,22 +45,6 @@ if TYPE_CHECKING:
 
 TEXT_LENGTH = 512
 """Number of tokens of every caption. The transformer gets the padding, with a mask."""
-TARGETS = (
-    "attn.to_q",
-    "attn.to_k",
-    "attn.to_v",
-    "attn.to_out.0",
-    "attn.add_q_proj",
-    "attn.add_k_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
-    "ff.net.0.proj",
-    "ff.net.2",
-    "ff_context.net.0.proj",
-    "ff_context.net.2",
-    "single_transformer_blocks.*.proj_mlp",
-    "single_transformer_blocks.*.proj_out",
-)
 
 
 def load(section: ModelSection) -> Chroma:
@@ -119,7 +104,7 @@ PLANNER_SHAPES = ChromaShapes(
     published_config={},
     published_name="the published Chroma1, 8.9 B",
     blocks=("transformer_blocks", "single_transformer_blocks"),
-    targets=TARGETS,
+    targets=FLUX_LINEARS,
     input_layer="x_embedder",
     probe_config={
         **PROBE_JOINT_ATTENTION,
@@ -138,6 +123,7 @@ class Chroma(DiffusersFamily):
     name = "chroma"
     cache_name = "chroma"
     shapes = PLANNER_SHAPES
+    text_arguments = (("tokens", "prompt_embeds"), ("mask", "prompt_attention_mask"))
     channels_per_patch = True
     text_length = TEXT_LENGTH
     has_fixed_text_length = True
@@ -163,18 +149,6 @@ class Chroma(DiffusersFamily):
             max_sequence_length=TEXT_LENGTH,
         )
         return {"tokens": tokens[0], "mask": mask[0]}
-
-    def prompt_arguments(
-        self, text: Mapping[str, Tensor], empty: Mapping[str, Tensor], guidance: float
-    ) -> dict[str, Any]:
-        """Return the pipeline's arguments for a prompt."""
-        return {
-            "prompt_embeds": text["tokens"],
-            "prompt_attention_mask": text["mask"],
-            "negative_prompt_embeds": empty["tokens"],
-            "negative_prompt_attention_mask": empty["mask"],
-            "guidance_scale": guidance,
-        }
 
 
 # Key names in other tools: those of FLUX.1, without modulations and with a guidance network

@@ -55,7 +55,7 @@ class DiffusersFamily:
     """A model family that is loaded from the folder of a diffusers pipeline.
 
     It has what image models share. A family's class overrides what is special in its model; no
-    family inherits from another. Most need `encode_caption`, `prompt_arguments` and the method
+    family inherits from another. Most need `encode_caption`, `text_arguments` and the method
     `arguments` of their `PlannerShapes`. The pipeline's own code encodes captions and generates
     samples.
     """
@@ -80,6 +80,9 @@ class DiffusersFamily:
     """Number of tokens to which captions are cut."""
     has_fixed_text_length: bool = False
     """True if all embeddings have the same number of tokens, because padding is embedded too."""
+    text_arguments: Sequence[tuple[str, str]] = (("tokens", "prompt_embeds"),)
+    """Names of an encoded caption's tensors and of the pipeline's arguments for them. The names for
+    a negative prompt start with `negative_`."""
     cache_name: str
     """Start of the strings that identify the encoders in cache keys. Never change it."""
 
@@ -356,7 +359,10 @@ class DiffusersFamily:
         Both are batches of one from `stack_text`, on the device and in the dtype of the
         transformer. `guidance` 1 turns guidance off.
         """
-        raise NotImplementedError
+        arguments: dict[str, Any] = {name: text[key] for key, name in self.text_arguments}
+        if self.uses_negative_prompt:
+            arguments |= {f"negative_{name}": empty[key] for key, name in self.text_arguments}
+        return {**arguments, "guidance_scale": guidance}
 
     def unconditional(self, empty: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the embeddings for guidance without a negative prompt, from an empty caption."""
@@ -433,14 +439,12 @@ def clean_caption(caption: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
 
-def tokenize(
-    tokenizer: Any, caption: str, length: int, *, pad: bool = False
-) -> Mapping[str, Tensor]:
-    """Return token ids and attention mask of one caption, cut to `length`; padded if `pad`."""
+def tokenize(tokenizer: Any, caption: str, length: int) -> Mapping[str, Tensor]:
+    """Return token ids and attention mask of one caption, cut to `length` and not padded."""
     tokens: Mapping[str, Tensor] = tokenizer(
         [caption],
         max_length=length,
-        padding="max_length" if pad else False,
+        padding=False,
         truncation=True,
         add_special_tokens=True,
         return_attention_mask=True,

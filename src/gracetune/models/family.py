@@ -458,6 +458,9 @@ class PlannerShapes:
     The planner times kernel launches on it. With fewer blocks, all of their Python objects would
     fit into the CPU's caches, and launches would look faster than in a real model.
     """
+    nests_arguments: bool = False
+    """True if the transformer takes lists or dictionaries of tensors. The planner then traces it
+    from the tensors that `arguments` puts into them."""
     component: str = "transformer"
     """Name of the transformer in the pipeline, and of its folder: `unet` for a U-Net."""
     other_published: Mapping[str, Config] = field(default_factory=dict)
@@ -538,14 +541,16 @@ class PlannerShapes:
     def inputs(
         self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return uninitialised tensors for the transformer's forward pass, by argument name."""
-        arguments = self.arguments(
-            config,
-            torch.empty(batch_size, *encoded.latent_shape, dtype=dtype),
-            torch.empty(batch_size),
-            self.conditions(config, encoded, batch_size, dtype),
-            dtype,
-        )
+        """Return uninitialised tensors for `call`: the forward pass's, by argument name.
+
+        If arguments are nested, they are those of which `arguments` makes them.
+        """
+        noisy = torch.empty(batch_size, *encoded.latent_shape, dtype=dtype)
+        sigmas = torch.empty(batch_size)
+        conditions = self.conditions(config, encoded, batch_size, dtype)
+        if self.nests_arguments:
+            return {"noisy": noisy, "sigmas": sigmas, **conditions}
+        arguments = self.arguments(config, noisy, sigmas, conditions, dtype)
         return {k: tensor for k, tensor in arguments.items() if isinstance(tensor, torch.Tensor)}
 
     def extra_arguments(self, encoded: EncodedShape, batch_size: int) -> dict[str, Any]:  # noqa: ARG002
@@ -556,6 +561,10 @@ class PlannerShapes:
         self, transformer: Forward, encoded: EncodedShape, inputs: Mapping[str, Tensor]
     ) -> Any:
         """Run the transformer with tensors from `inputs`, and return its output."""
+        if self.nests_arguments:
+            noisy = inputs["noisy"]
+            arguments = self.arguments({}, noisy, inputs["sigmas"], inputs, noisy.dtype)
+            return self.prediction(transformer(**arguments, return_dict=False)[0], noisy)
         batch_size = len(next(iter(inputs.values())))
         extra = self.extra_arguments(encoded, batch_size)
         return transformer(**inputs, **extra, return_dict=False)[0]

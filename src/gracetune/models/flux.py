@@ -31,6 +31,7 @@ from gracetune.models.key_tables import (
     DOUBLE,
     FLUX_BLOCK_LINEARS,
     FLUX_FUSED,
+    FLUX_LINEARS,
     FLUX_PREFIXES,
     FLUX_ROW_RATIOS,
     FLUX_ROWS,
@@ -57,22 +58,6 @@ TEXT_LENGTH = 512
 """Number of tokens of every caption. T5 runs without a mask, so padding is embedded as well."""
 TRAINED_GUIDANCE = 1.0
 """Guidance value that training passes to models with a guidance input, such as FLUX.1-dev."""
-TARGETS = (
-    "attn.to_q",
-    "attn.to_k",
-    "attn.to_v",
-    "attn.to_out.0",
-    "attn.add_q_proj",
-    "attn.add_k_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
-    "ff.net.0.proj",
-    "ff.net.2",
-    "ff_context.net.0.proj",
-    "ff_context.net.2",
-    "single_transformer_blocks.*.proj_mlp",
-    "single_transformer_blocks.*.proj_out",
-)
 
 
 def load(section: ModelSection) -> Flux:
@@ -146,7 +131,7 @@ PLANNER_SHAPES = FluxShapes(
         "black-forest-labs/FLUX.1-Kontext-dev": {},
     },
     blocks=("transformer_blocks", "single_transformer_blocks"),
-    targets=TARGETS,
+    targets=FLUX_LINEARS,
     input_layer="x_embedder",
     supported_models=SUPPORTED_MODELS,
     probe_config={
@@ -163,6 +148,7 @@ class Flux(DiffusersFamily):
 
     name = "flux"
     shapes = PLANNER_SHAPES
+    text_arguments = (("tokens", "prompt_embeds"), ("pooled", "pooled_prompt_embeds"))
     channels_per_patch = True
     text_length = TEXT_LENGTH
     has_fixed_text_length = True
@@ -195,19 +181,6 @@ class Flux(DiffusersFamily):
             caption, None, self.encoder_device(), max_sequence_length=TEXT_LENGTH
         )
         return {"tokens": tokens[0], "pooled": pooled[0]}
-
-    def prompt_arguments(
-        self,
-        text: Mapping[str, Tensor],
-        empty: Mapping[str, Tensor],  # noqa: ARG002
-        guidance: float,
-    ) -> dict[str, Any]:
-        """Return the pipeline's arguments. Models without a guidance input ignore `guidance`."""
-        return {
-            "prompt_embeds": text["tokens"],
-            "pooled_prompt_embeds": text["pooled"],
-            "guidance_scale": guidance,
-        }
 
     def image_arguments(
         self,

@@ -207,15 +207,6 @@ class Flux2(DiffusersFamily):
         )
         return {"tokens": tokens[0]}
 
-    def prompt_arguments(
-        self, text: Mapping[str, Tensor], empty: Mapping[str, Tensor], guidance: float
-    ) -> dict[str, Any]:
-        """Return the pipeline's arguments. FLUX.2 dev has a guidance input and no empty prompt."""
-        negative = {}
-        if self.uses_negative_prompt:
-            negative = {"negative_prompt_embeds": empty["tokens"]}
-        return {"prompt_embeds": text["tokens"], "guidance_scale": guidance, **negative}
-
 
 # Key names in other tools. Modulations are shared by all blocks, and diffusers, too, has single
 # blocks with fused projections.

@@ -60,7 +60,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 
 from gracetune.errors import ModelError, ModelUnavailableError
 from gracetune.events.types import Notice, StageProgress
-from gracetune.models.registry import FAMILIES, family_info
+from gracetune.models.registry import FAMILIES, MODEL_INDEX, family_info
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 huggingface_hub."""
 UNREACHABLE = (HTTP_ERROR, OfflineModeIsEnabled, LocalEntryNotFoundError, ConnectionError)
 """Errors after which the cache is tried, unless the hub has given an answer (HfHubHTTPError)."""
-MODEL_INDEX = "model_index.json"
 STAGE = "downloading"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -249,16 +248,26 @@ def missing_files(folder: Path, index: Mapping[str, Any], model: HubModel) -> li
         missing += [] if "config.json" in names else [f"{name}/config.json"]
         if name in model.without_weights:
             continue
-        shards = [n for n in names if n.endswith(".index.json") and n.count(".") == 3]
-        if shards:
-            content = json.loads((part / sorted(shards, reverse=True)[0]).read_text())
+        weights = choose_weights(names)
+        shards = _shard_index(names, weights)
+        if shards is not None:
+            content = json.loads((part / shards).read_text())
             needed = sorted(set(content["weight_map"].values()))
             missing += [f"{name}/{n}" for n in needed if n not in names]
-        elif not choose_weights(names):
+        elif not weights:
             is_encoder = index[name][0] == "transformers"
             start = "model" if is_encoder else "diffusion_pytorch_model"
             missing.append(f"{name}/{start}.safetensors")
     return missing
+
+
+def _shard_index(names: Iterable[str], weights: Iterable[str]) -> str | None:
+    """Return the index of the weights' parts, or None if they are whole; as in `choose_weights`."""
+    indices = sorted(n for n in names if n.endswith(".index.json") and n.count(".") == 3)
+    safe = [n for n in indices if n.endswith(".safetensors.index.json")]
+    if any(n.endswith(".safetensors") for n in weights):
+        indices = safe
+    return next(iter(safe or indices), None)
 
 
 def _has_weights(component: str) -> bool:

@@ -1,4 +1,4 @@
-"""Share the names of modules in other tools' adapter files among model families.
+"""Share the names of modules, in diffusers and in other tools' adapter files, among model families.
 
 The module of a family has its own `KEY_TABLE`, made from these parts.
 """
@@ -20,6 +20,27 @@ if TYPE_CHECKING:
     ComfyuiPrefixes = tuple[tuple[str, str, Naming], ...]
 
 DOUBLE, SINGLE = "transformer_blocks.{}", "single_transformer_blocks.{}"
+JOINT_ATTENTION_LINEARS = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+)
+"""Name endings of the linear modules of diffusers' attention over image and text together."""
+FLUX_LINEARS = (
+    *JOINT_ATTENTION_LINEARS,
+    "ff.net.0.proj",
+    "ff.net.2",
+    "ff_context.net.0.proj",
+    "ff_context.net.2",
+    "single_transformer_blocks.*.proj_mlp",
+    "single_transformer_blocks.*.proj_out",
+)
+"""Name endings of the linear modules in the blocks of FLUX.1 and Chroma."""
 IN_ORIGINAL_NAMES: ComfyuiPrefixes = (
     ("diffusion_model.", ".", "original"),
     ("lora_unet_", "_", "original"),

@@ -136,6 +136,7 @@ class Krea2(DiffusersFamily):
     name = "krea2"
     cache_name = "krea2"
     shapes = PLANNER_SHAPES
+    text_arguments = (("tokens", "prompt_embeds"), ("mask", "prompt_embeds_mask"))
     channels_per_patch = True
     video_vae = True
     text_length = TEXT_LENGTH
@@ -167,13 +168,7 @@ class Krea2(DiffusersFamily):
         self, text: Mapping[str, Tensor], empty: Mapping[str, Tensor], guidance: float
     ) -> dict[str, Any]:
         """Return the pipeline's arguments. Its scale of guidance is 0 where others have 1."""
-        return {
-            "prompt_embeds": text["tokens"],
-            "prompt_embeds_mask": text["mask"],
-            "negative_prompt_embeds": empty["tokens"],
-            "negative_prompt_embeds_mask": empty["mask"],
-            "guidance_scale": max(guidance - 1, 0.0),
-        }
+        return super().prompt_arguments(text, empty, max(guidance - 1, 0.0))
 
 
 # Key names in other tools

@@ -25,7 +25,7 @@ from gracetune.atomic_files import link_or_copy
 from gracetune.errors import ModelError
 from gracetune.models.checkpoint_header import FP8_TYPES, read_header
 from gracetune.models.locate import locate_model
-from gracetune.models.registry import family_info
+from gracetune.models.registry import MODEL_INDEX, family_info
 from gracetune.models.single_file import (
     dequantize,
     load_transformer,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import PlannerShapes
 
-MODEL_INDEX = "model_index.json"
 TRANSFORMER_FOLDERS = {"": "transformer", "high": "transformer", "low": "transformer_2"}
 """Folder of each transformer: of a single one, and of those for high and low noise."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

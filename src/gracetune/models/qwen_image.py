@@ -36,7 +36,7 @@ from gracetune.models.family import (
     PlannerShapes,
     SampleShape,
 )
-from gracetune.models.key_tables import pipeline_spec
+from gracetune.models.key_tables import JOINT_ATTENTION_LINEARS, pipeline_spec
 from gracetune.models.pipeline_folder import PipelineParts, read_parts
 
 if TYPE_CHECKING:
@@ -62,14 +62,7 @@ MAX_REFERENCES = 8
 text and images, a caption takes up to 2048, and each reference about 210 of the others."""
 REFERENCE_STEP = 32
 TARGETS = (
-    "attn.to_q",
-    "attn.to_k",
-    "attn.to_v",
-    "attn.to_out.0",
-    "attn.add_q_proj",
-    "attn.add_k_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
+    *JOINT_ATTENTION_LINEARS,
     "img_mlp.net.0.proj",
     "img_mlp.net.2",
     "txt_mlp.net.0.proj",

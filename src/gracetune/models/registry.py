@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+MODEL_INDEX = "model_index.json"
+"""File that names the components of a pipeline folder."""
 REVISION_SETTING = frozenset(("model.revision",))
 """Run-file setting of families whose transformer diffusers reads from a folder only."""
 FOLDER_SETTINGS = REVISION_SETTING | {"model.transformer_file"}

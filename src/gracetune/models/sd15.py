@@ -27,7 +27,7 @@ from gracetune.models.unet import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -78,16 +78,6 @@ class SD15(UNetFamily):
         """Encode a caption to the hidden states of CLIP (`tokens`)."""
         tokens, _ = self.parts.pipeline().encode_prompt(caption, self.encoder_device(), 1, False)
         return {"tokens": tokens[0]}
-
-    def prompt_arguments(
-        self, text: Mapping[str, Tensor], empty: Mapping[str, Tensor], guidance: float
-    ) -> dict[str, Any]:
-        """Return the pipeline's arguments for a prompt."""
-        return {
-            "prompt_embeds": text["tokens"],
-            "negative_prompt_embeds": empty["tokens"],
-            "guidance_scale": guidance,
-        }
 
 
 def _adapter_pipeline(unet: Callable[[Any], Any]) -> Any:

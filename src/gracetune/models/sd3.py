@@ -131,6 +131,7 @@ class SD3(DiffusersFamily):
     name = "sd3"
     cache_name = "sd3"
     shapes = PLANNER_SHAPES
+    text_arguments = (("tokens", "prompt_embeds"), ("pooled", "pooled_prompt_embeds"))
     text_length = T5_LENGTH
     has_fixed_text_length = True
 
@@ -159,18 +160,6 @@ class SD3(DiffusersFamily):
             max_sequence_length=T5_LENGTH,
         )
         return {"tokens": tokens[0], "pooled": pooled[0]}
-
-    def prompt_arguments(
-        self, text: Mapping[str, Tensor], empty: Mapping[str, Tensor], guidance: float
-    ) -> dict[str, Any]:
-        """Return the pipeline's arguments for a prompt."""
-        return {
-            "prompt_embeds": text["tokens"],
-            "pooled_prompt_embeds": text["pooled"],
-            "negative_prompt_embeds": empty["tokens"],
-            "negative_pooled_prompt_embeds": empty["pooled"],
-            "guidance_scale": guidance,
-        }
 
 
 # Key names in other tools

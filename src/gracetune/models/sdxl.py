@@ -77,30 +77,10 @@ class SDXLShapes(UNetShapes):
         arguments = super().arguments(config, noisy, sigmas, conditions, dtype)
         return {**arguments, "added_cond_kwargs": added}
 
-    def inputs(
-        self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """Return uninitialised tensors, from which `call` makes the U-Net's arguments."""
-        return {
-            "noisy": torch.empty(batch_size, *encoded.latent_shape, dtype=dtype),
-            "sigmas": torch.empty(batch_size),
-            **self.conditions(config, encoded, batch_size, dtype),
-        }
-
-    def call(
-        self,
-        transformer: Forward,
-        encoded: EncodedShape,  # noqa: ARG002
-        inputs: Mapping[str, Tensor],
-    ) -> Any:
-        """Run the U-Net with tensors from `inputs`, and return its prediction."""
-        noisy, sigmas = inputs["noisy"], inputs["sigmas"]
-        arguments = self.arguments({}, noisy, sigmas, inputs, noisy.dtype)
-        return transformer(**arguments, return_dict=False)[0]
-
 
 PLANNER_SHAPES = SDXLShapes(
     class_name="UNet2DConditionModel",
+    nests_arguments=True,
     published_config={
         "sample_size": 128,
         "block_out_channels": (320, 640, 1280),
@@ -139,6 +119,7 @@ class SDXL(UNetFamily):
     name = "sdxl"
     cache_name = "sdxl"
     shapes = PLANNER_SHAPES
+    text_arguments = (("tokens", "prompt_embeds"), ("pooled", "pooled_prompt_embeds"))
 
     def encode_caption(
         self,
@@ -169,18 +150,6 @@ class SDXL(UNetFamily):
         if self.parts.index.get("force_zeros_for_empty_prompt", True):
             return {name: torch.zeros_like(tensor) for name, tensor in empty.items()}
         return empty
-
-    def prompt_arguments(
-        self, text: Mapping[str, Tensor], empty: Mapping[str, Tensor], guidance: float
-    ) -> dict[str, Any]:
-        """Return the pipeline's arguments for a prompt."""
-        return {
-            "prompt_embeds": text["tokens"],
-            "pooled_prompt_embeds": text["pooled"],
-            "negative_prompt_embeds": empty["tokens"],
-            "negative_pooled_prompt_embeds": empty["pooled"],
-            "guidance_scale": guidance,
-        }
 
 
 def _adapter_pipeline(unet: Callable[[Any], Any]) -> Any:

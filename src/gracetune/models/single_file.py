@@ -1,6 +1,6 @@
 """Load the weights of single-file checkpoints: convert names to diffusers', and undo fp8 scales.
 
-`read_transformer_file` loads a transformer or U-Net. `write_components` writes the VAE and the text
+`load_transformer` loads a transformer or U-Net. `write_components` writes the VAE and the text
 encoders of a file with a whole model, such as those of SDXL, to a pipeline folder, so that cache
 keys, export and sampling treat them as those of any other folder.
 """
@@ -16,6 +16,7 @@ from blake3 import blake3
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from gracetune.adapters.files.convert import FP8_DTYPES
 from gracetune.atomic_files import atomic_folder, link_or_copy, write_text
 from gracetune.errors import ModelError
 from gracetune.models.checkpoint_header import PARTS, WEIGHT_SCALES, is_marker
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 UNET_PREFIX = "model.diffusion_model."
 """Prefix by which diffusers finds a U-Net."""
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCHEDULER_CONFIG = "scheduler_config.json"
 READ_ERRORS = (OSError, ValueError, KeyError, IndexError, RuntimeError, SafetensorError)
 """Errors that diffusers and transformers raise for weights that do not fit."""

@@ -87,7 +87,9 @@ def _read(folder: Path) -> nn.Module:
         cls = json.loads((weights / "config.json").read_text()).get("_class_name")
         if cls != SD3Transformer2DModel.__name__:
             raise ModelError(
-                f"model.path {str(folder)!r} holds a {cls}, but tiny reads SD3 weights."
+                f"model.path is {str(folder)!r}, which holds a {cls}, but tiny reads a "
+                f"{SD3Transformer2DModel.__name__}. Name a folder that full fine-tuning of tiny "
+                "has written, or set model.family to the family of this model."
             )
         model: nn.Module = SD3Transformer2DModel.from_pretrained(
             weights, local_files_only=True, low_cpu_mem_usage=False

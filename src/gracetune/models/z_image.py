@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from gracetune.adapters.files.check_loading import LayerShapes
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import Config, Forward, SampleShape
+    from gracetune.models.family import Config, SampleShape
 
 TEXT_LENGTH = 512
 """Number of tokens to which captions are cut, with those of the chat template."""
@@ -80,27 +80,6 @@ class ZImageShapes(PlannerShapes):
         """Return the velocity: the transformer predicts its negative."""
         return -torch.stack(output).squeeze(2)
 
-    def inputs(
-        self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """Return uninitialised latents, sigmas and captions, from which `call` makes lists."""
-        return {
-            "noisy": torch.empty(batch_size, *encoded.latent_shape, dtype=dtype),
-            "sigmas": torch.empty(batch_size),
-            **self.conditions(config, encoded, batch_size, dtype),
-        }
-
-    def call(
-        self,
-        transformer: Forward,
-        encoded: EncodedShape,  # noqa: ARG002
-        inputs: Mapping[str, Tensor],
-    ) -> Any:
-        """Run the transformer with tensors from `inputs`, and return its prediction."""
-        noisy, sigmas = inputs["noisy"], inputs["sigmas"]
-        arguments = self.arguments({}, noisy, sigmas, inputs, noisy.dtype)
-        return self.prediction(transformer(**arguments, return_dict=False)[0], noisy)
-
 
 def _lengths(tokens: Tensor, mask: Tensor | None) -> list[int]:
     """Return the number of tokens of each caption. A trace has no values, so it takes all."""
@@ -112,6 +91,7 @@ def _lengths(tokens: Tensor, mask: Tensor | None) -> list[int]:
 
 PLANNER_SHAPES = ZImageShapes(
     class_name="ZImageTransformer2DModel",
+    nests_arguments=True,
     published_config={},
     published_name="the published Z-Image, 6.2 B",
     other_published={"Tongyi-MAI/Z-Image-Turbo": {}},

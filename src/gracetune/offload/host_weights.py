@@ -22,7 +22,6 @@ ranks use memory of their own.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 
 from gracetune.errors import RunFailedError
 from gracetune.events.types import Notice
+from gracetune.memory.oversubscription import return_freed_memory
 from gracetune.memory.shared_memory import (
     close_files,
     create_anonymous_files,
@@ -126,7 +126,7 @@ def move_to_host(blocks: Sequence[BlockWeights], allocate: Callable[[int], Tenso
         )
         memory.append(block_memory)
         _copy_weights(block, block_memory)
-        _release_freed_memory()
+        return_freed_memory()
     return memory
 
 
@@ -164,7 +164,7 @@ def move_to_shared(
         if not is_first:
             different = different or _different_weight(block, block_memory)
             _bind(block, block_memory)
-        _release_freed_memory()
+        return_freed_memory()
     _agree_on_move(ranks, "", different)
     return memory
 
@@ -293,16 +293,6 @@ def _agree_on_move(ranks: RankGroup, failure: str, different: str) -> None:
             )
         if failed:
             raise OffloadError(f"{ranks.name(rank)}: {failed}")
-
-
-def _release_freed_memory() -> None:
-    """Return freed memory to the operating system.
-
-    glibc keeps freed blocks of up to 32 MiB, which would leave a second copy of the weights.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries lack it
-    if trim is not None:
-        trim(0)
 
 
 def _map(descriptor: int, nbytes: int) -> Tensor:

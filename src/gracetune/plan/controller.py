@@ -199,7 +199,7 @@ class PlanController:
             peak_nbytes=peak if self._full_size else None,
         )
         worst = worst_measurement(self._ranks.gather(measured))
-        is_wrong = is_first and worst.is_known and is_off(self.plan, worst)
+        is_wrong = is_first and worst.is_known and plan_is_inaccurate(self.plan, worst)
         if self._ranks.broadcast(is_wrong):
             return self._correct(worst, remaining)
         self._allow_ring_growth(measured.peak_nbytes)
@@ -509,7 +509,7 @@ def worst_measurement(measured: Sequence[StepMeasurement]) -> StepMeasurement:
     )
 
 
-def is_off(plan: Plan, measured: StepMeasurement) -> bool:
+def plan_is_inaccurate(plan: Plan, measured: StepMeasurement) -> bool:
     """Return True if measured memory or time differs too much from the plan's prediction."""
     return _is_memory_off(plan, measured) or _is_time_off(plan, measured)
 

@@ -197,7 +197,6 @@ def _custom_op_kernels(
     written = float(sum(touched_nbytes(tensor) for tensor in tensors_of(out)))
     is_frozen = not _splits_outliers(func)
     ops = [replace(op, frozen=is_frozen, out_nbytes=0.0) for op in recorder.ops]
-    ops[0] = replace(ops[0], starts_custom_op=True)
     ops[-1] = replace(ops[-1], out_nbytes=written)
     return ops
 

@@ -542,11 +542,9 @@ def machine_rates(machine: MachineSpec) -> MachineRates:
     )
 
 
-def effective_rates(
-    rates: MachineRates, fitted: Mapping[str, SourcedFigure] = FITTED_CONSTANTS
-) -> EffectiveRates:
+def effective_rates(rates: MachineRates) -> EffectiveRates:
     """Return the rates that a training step reaches: peak rates times fitted shares."""
-    share = {name: figure.value for name, figure in fitted.items()}
+    share = {name: figure.value for name, figure in FITTED_CONSTANTS.items()}
     return EffectiveRates(
         gemm=rates.flops * share["gemm_share"],
         fp8=rates.flops * share["fp8_share"],

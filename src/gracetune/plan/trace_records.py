@@ -43,8 +43,6 @@ class Op:
     """Sizes of a kernel that can be timed. Matmul with a weight: rows, in features, out features.
     Attention: batch, heads, queries, keys, head width. The first size grows with the batch. Empty
     for other kernels."""
-    starts_custom_op: bool = False
-    """True for the first kernel of one of gracetune's custom operators."""
     reads_frozen_weight: bool = False
     """True for a matmul whose own weight is frozen, unlike an adapter's in the same operator."""
     fp8: bool = False

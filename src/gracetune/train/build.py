@@ -87,7 +87,7 @@ from gracetune.train.managed_overflow import (
     NoManagedRun,
     build_managed_run,
     device_full,
-    managed_cap,
+    managed_memory_limit,
     place_model,
 )
 from gracetune.train.objective import min_snr_notes
@@ -400,7 +400,7 @@ def build_session(  # noqa: PLR0913  the parts of a run are objects of their own
     family.to(device)
     gc_freeze = GcFreeze()
     transfer = build_batch_transfer(
-        *(run.gh200_optimizations, device, emit, gc_freeze, managed_cap(run)),
+        *(run.gh200_optimizations, device, emit, gc_freeze, managed_memory_limit(run)),
         num_sharing_host=ranks.local_world_size,
     )
     pipeline, schedule, validation = _prepare_data(run, family, transfer, ranks, ramp, emit)

@@ -457,7 +457,16 @@ def find_snapshot(
     if resume == "none":
         return None
     if resume != "auto":
-        return load_snapshot(folder / resume if (folder / resume).is_dir() else Path(resume), ranks)
+        path = folder / resume if (folder / resume).is_dir() else Path(resume)
+        try:
+            return load_snapshot(path, ranks)
+        except CheckpointError as error:
+            complete = complete_checkpoints(folder)
+            others = [each.name for each in complete if each.resolve() != path.resolve()]
+            fix = "Restore it from a backup, or start over in another output_dir."
+            if others:
+                fix = f"Resume from another one: --resume {others[-1]} is the newest."
+            raise CheckpointError(f"{error} {fix}") from error
     complete = complete_checkpoints(folder)
     # Checkpoints are deleted oldest first and lose their manifest first. An old folder without a
     # manifest is therefore the rest of a deleted checkpoint, and a new one is a damaged checkpoint.

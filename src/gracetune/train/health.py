@@ -10,7 +10,6 @@ together.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 from gracetune.config.presets import FAMILY_PRESETS
 from gracetune.errors import ConfigError
 from gracetune.events.types import HealthChanged
+from gracetune.memory.oversubscription import return_freed_memory
 from gracetune.train.health_checks import (
     DatasetDead,
     Finding,
@@ -272,16 +272,9 @@ class Remedies:
     def _trim_host_memory(self) -> str:
         self._gc_freeze.collect()
         freed = self._pipeline.trim()
-        _return_freed_memory()
+        return_freed_memory()
         text = "returned unused memory to the system"
         return f"{text} and dropped {format_bytes(freed)} of cached samples" if freed else text
-
-
-def _return_freed_memory() -> None:
-    """Let the C library return freed memory to the kernel; a library without it keeps it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 # Stalls

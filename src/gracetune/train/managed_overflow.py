@@ -89,7 +89,7 @@ class RoleTooLargeError(ConfigError, torch.OutOfMemoryError):
     """Raised if a role that the run file or the plan keeps in managed memory exceeds the cap."""
 
 
-def managed_cap(run: RunFile) -> int | None:
+def managed_memory_limit(run: RunFile) -> int | None:
     """Return the run file's limit of managed memory in bytes; None: the default."""
     limit = run.gh200_optimizations.managed_memory
     return None if limit is None else parse_bytes(limit)

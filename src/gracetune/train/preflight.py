@@ -42,7 +42,7 @@ GENERATED_TYPES = {"shapes"}
 def check_before_torch(run: RunFile, resume_from: str) -> None:
     """Raise an error for a mistake that can be found without torch; create no file."""
     check_engine(process_environment())
-    check_family(run.model)
+    check_family_exists(run.model)
     entry_points.check_name("optimizer", run.optimizer.name, OPTIMIZERS, setting="optimizer.name")
     for index, dataset in enumerate(run.datasets):
         setting = f"datasets[{index}]"
@@ -54,7 +54,7 @@ def check_before_torch(run: RunFile, resume_from: str) -> None:
     check_same_settings(run, resume_from)
 
 
-def check_family(model: ModelSection) -> None:
+def check_family_exists(model: ModelSection) -> None:
     """Raise if neither gracetune nor an installed package has the family of a run."""
     entry_points.check_name("family", model.family, FAMILIES, setting="model.family")
 

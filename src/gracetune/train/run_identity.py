@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from gracetune.config.dataset_schema import AugmentationSection, DatasetSection
+from gracetune.config.dataset_schema import MASK_SETTINGS, AugmentationSection, DatasetSection
 from gracetune.config.schema import AdapterSection, OverrideSection, RunFile
 from gracetune.errors import CheckpointError
 from gracetune.optim.registry import SCHEDULE_DEPENDS_ON_LENGTH
@@ -115,8 +115,6 @@ CHANGEABLE_SETTINGS = _names(
 )
 """Settings that may change when a run is resumed: they do not affect the trained weights, or their
 effect is compared in another way."""
-MASK_SETTINGS = {"mask_invert", "mask_background", "mask_normalize"}
-"""Dataset settings that have an effect only if the dataset has masks."""
 FORMER_BEHAVIOUR: dict[str, object] = {}
 """Setting -> the value that computes what was computed before the setting existed, where that is
 not its default."""

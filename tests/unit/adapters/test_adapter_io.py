@@ -85,12 +85,14 @@ def test_a_pickle_is_never_opened(tmp_path):
 
 
 def test_a_missing_file_is_refused(path):
-    with pytest.raises(AdapterError, match="does not exist"):
+    with pytest.raises(AdapterError, match=r"does not exist\. Name a \.safetensors file"):
         read_adapter(path, TABLES)
 
 
 def test_a_file_without_tensors_is_refused(path):
-    assert read_error(path, {}).kind == "empty"
+    error = read_error(path, {})
+    assert error.kind == "empty"
+    assert "Name another one, or save it again." in str(error)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

@@ -82,6 +82,19 @@ def test_full_matrices_and_biases_add_up():
     assert "diff_b" in cut_made.layers[PLACE].tensors
 
 
+@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_change_of_the_bias_alone_is_added_to_a_lora(rank, order):
+    lora, bias = make_lora(6, 4, generator()), torch.arange(6.0)
+    pair = [(one(lora), 0.5), (one(Layer("full", {"diff_b": bias})), 2.0)][::order]
+    layer = combine_adapters(pair, rank, generator())[0].layers[PLACE]
+    torch.testing.assert_close(delta(layer), 0.5 * delta(lora))
+    assert torch.equal(layer.tensors["diff_b"], 2 * bias)
+    other = (one(Layer("full", {"diff_b": torch.zeros(5)})), 1.0)
+    with pytest.raises(AdapterError, match=r"the bias of .* is 6 and 5 in the files"):
+        combine_adapters([pair[max(0, order)], other], None, generator())
+
+
 def test_modules_in_only_one_file_are_kept():
     other = LayerPath(None, "blocks.0.attn1.to_k")
     pair = [

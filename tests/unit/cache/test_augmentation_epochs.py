@@ -1,6 +1,7 @@
 import threading
 
 import pytest
+from fakes.stores import DictStore
 
 from gracetune.cache.augmentation_epochs import (
     AugmentationEpochFolder,
@@ -13,7 +14,6 @@ from gracetune.cache.augmentation_epochs import (
     unread_epochs,
 )
 from gracetune.cache.encode import Ranks
-from gracetune.cache.store import DictStore
 from gracetune.config.dataset_schema import DatasetSection
 from gracetune.data.batch_order import NO_EPOCH
 from gracetune.errors import ConfigError, DataError, RunFailedError

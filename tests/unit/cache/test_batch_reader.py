@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fakes.stores import DictStore
 
 from gracetune.cache import batch_reader
 from gracetune.cache.batch_reader import (
@@ -14,7 +15,6 @@ from gracetune.cache.batch_reader import (
 )
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.memory_tier import allocate_pageable
-from gracetune.cache.store import DictStore
 from gracetune.config.dataset_schema import DatasetSection
 from gracetune.data.batch_order import NO_EPOCH, Draw
 from gracetune.data.images import PILLOW

@@ -9,6 +9,7 @@ import pytest
 import torch
 from blake3 import blake3
 from failing_source import fail_first_read
+from fakes.stores import DictStore
 from PIL import Image
 
 from gracetune.cache import encode as encode_module
@@ -31,7 +32,6 @@ from gracetune.cache.encode import (
 )
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.shard_store import ShardStore
-from gracetune.cache.store import DictStore
 from gracetune.config.dataset_schema import DatasetSection
 from gracetune.data.augment import SampleTransform
 from gracetune.data.batch_order import BucketGroup

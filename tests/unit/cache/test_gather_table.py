@@ -2,9 +2,9 @@ import threading
 
 import pytest
 import torch
+from fakes.stores import DictStore
 
 from gracetune.cache.memory_tier import HitCounts, HostMemoryBudget, MemoryTier, allocate_pageable
-from gracetune.cache.store import DictStore
 from gracetune.data.bulk_copy import BulkCopier, MissingBulkCopier, find_bulk_copier
 
 KIB = 1024

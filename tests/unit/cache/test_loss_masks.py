@@ -7,11 +7,11 @@ import pytest
 import torch
 from blake3 import blake3
 from failing_source import fail_first_read
+from fakes.stores import DictStore
 from PIL import Image
 
 from gracetune.cache.encode import SINGLE_RANK, EncodeItem
 from gracetune.cache.loss_masks import MASK_TENSOR, fill_masks, mask_keys, mask_weights
-from gracetune.cache.store import DictStore
 from gracetune.data.augment import DEFAULT_TRANSFORM, AugmentationDraw, SampleTransform, Step
 from gracetune.data.images import PILLOW
 from gracetune.data.prefetch import Prefetch

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from fakes.stores import DictStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from gracetune.cache.memory_tier import (
     allocate_page_aligned,
     allocate_pageable,
 )
-from gracetune.cache.store import DictStore
 from gracetune.errors import ConfigError
 
 KIB = 1024

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from fakes.stores import DictStore
 from safetensors import safe_open
 
 from gracetune.cache import shard_format
@@ -11,7 +12,6 @@ from gracetune.cache.index import FORMAT
 from gracetune.cache.keys import text_key
 from gracetune.cache.shard_reader import Bitset
 from gracetune.cache.shard_store import INDEX, MARKER, ShardStore, is_cache
-from gracetune.cache.store import DictStore
 from gracetune.errors import CacheError
 
 DTYPES = [*shard_format.DTYPES]

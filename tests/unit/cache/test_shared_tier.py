@@ -1,5 +1,7 @@
 """Cache entries that are in host memory once for all ranks of a machine."""
 
+import errno
+import fcntl
 import gc
 import os
 import re
@@ -178,7 +180,7 @@ def test_memory_that_cannot_be_shared_is_reported(files, recorder):
 
     def second_rank():
         if os.geteuid() == 0:  # root may open everything: let the call fail instead
-            shared_tier.share_arena = lambda *_: (_ for _ in ()).throw(OSError("no locks here"))
+            fcntl.flock = lambda *_: (_ for _ in ()).throw(OSError("no locks here"))
         other = open_tier(files, recorder)
         assert other.warm(KEYS) == []
         (text,) = recorder.texts()
@@ -188,6 +190,19 @@ def test_memory_that_cannot_be_shared_is_reported(files, recorder):
 
     with undumpable_process():
         assert is_true_in_fork(second_rank)
+
+
+def test_a_read_error_is_not_taken_for_a_file_system_without_locks(files, recorder, monkeypatch):
+    calls = []
+
+    def fail(*_):
+        calls.append(1)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(shared_tier, "_fill_arena", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        open_tier(files, recorder).warm(KEYS)
+    assert (len(calls), recorder.texts()) == (1, [])
 
 
 def test_a_machine_without_memory_gets_a_hint(files, recorder, monkeypatch):

@@ -150,9 +150,12 @@ def test_convert_splits_and_joins_experts(capsys, tmp_path):
     assert same(
         read_adapter(one, TABLES), read_adapter(tmp_path / "run_low_noise.safetensors", TABLES)
     )
-    assert "Give one for high" in _error(
+    assert "Give one file for high" in _error(
         capsys, "convert", high, high, "--to", "ai-toolkit-combined"
     )
+    unnamed = write_adapter(tmp_path / "unnamed.safetensors", make_wan(), "comfyui")
+    words = ("convert", high, unnamed, "--to", "ai-toolkit-combined")
+    assert f"{unnamed} is for an expert that it does not name. Give" in _error(capsys, *words)
     assert "one file, or two" in _error(capsys, "convert", high, low, low, "--to", "comfyui")
 
 
@@ -174,6 +177,21 @@ def test_convert_takes_two_files_without_an_expert_in_order(capsys, tmp_path):
             },
         ),
     )
+
+
+def test_convert_joins_only_adapters_of_models_with_experts(capsys, tmp_path):
+    layer = make_lora(16, 16, torch.Generator())
+    place = LayerPath(None, "transformer_blocks.0.attn.to_q")
+    files = [
+        write_adapter(
+            tmp_path / f"{name}.safetensors", Adapter(TABLES["flux"], {place: layer}), "comfyui"
+        )
+        for name in ("a", "b")
+    ]
+    message = _error(capsys, "convert", *files, "--to", "kohya", "-o", tmp_path / "out.safetensors")
+    assert f"{files[0]} is a flux adapter" in message
+    assert "Convert each file by itself" in message
+    assert list(tmp_path.glob("out*")) == []
 
 
 def test_convert_to_lora_reports_the_loss(capsys, tmp_path):

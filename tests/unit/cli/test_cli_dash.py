@@ -76,6 +76,6 @@ def test_a_run_file_is_planned_as_the_command_plan_does():
     parser = argparse.ArgumentParser()
     dash.add_arguments(parser)
     args = parser.parse_args([str(EXAMPLES / "demo.json"), "--machine", "gh200-96"])
-    planned = dash.plan_run(args.paths[0], 0, args)
+    planned = dash.build_planned_run(args.paths[0], 0, args)
     assert (planned.id, planned.name) == ("p0", "demo")
     assert planned.plan["machine"]

@@ -101,6 +101,26 @@ def test_the_text_names_every_finding(folder, capsys) -> None:
         assert line in text
 
 
+def test_skipped_entries_of_a_folder_are_warnings_but_a_broken_sample_is_named_once(
+    folder, capsys
+) -> None:
+    (folder / "out").mkdir()
+    (folder / "linked").symlink_to(folder / "out")
+    (folder / "out" / "sample.png").write_bytes(b"no image")
+    (folder / "broken.png").write_bytes(b"no image")
+    (folder / "broken.txt").write_text("x")
+    file = folder.with_name("run.json")
+    dataset = {"instance_data_dir": str(folder), "resolution": 48}
+    run = {"model": {"family": "tiny"}, "output_dir": str(folder / "out"), "datasets": [dataset]}
+    file.write_text(json.dumps(run))
+    (found,) = check(capsys, file)[1]["datasets"]
+    assert [one["key"] for one in found["broken"]] == ["broken.png"]
+    skipped = [text for text in found["warnings"] if "skipped" in text]
+    assert "such as linked" in skipped[0]
+    assert "skipped 1 files in output_dir" in skipped[1]
+    assert len(skipped) == 2
+
+
 def test_pairs_are_counted_and_a_pair_that_differs_is_left_out(tmp_path, capsys) -> None:
     for name in ("before", "after"):
         (tmp_path / name).mkdir()

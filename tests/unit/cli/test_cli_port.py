@@ -162,7 +162,7 @@ def test_the_user_is_asked_on_a_terminal(port, repo, answer, code):
         os.close(terminal)
     assert "Continue? [y/N]" in done.stdout
     assert done.returncode == code  # 1: it continued, up to the conflict
-    assert ("nothing was changed" in done.stderr) == (code == 2)
+    assert ("nothing was changed. To continue, " in done.stderr) == (code == 2)
 
 
 def test_port_does_not_import_torch():

@@ -8,7 +8,7 @@ import pytest
 from fakes.served_dashboard import read_until, serving
 from fakes.synthetic_run import write_run
 
-from gracetune.dashboard import live_runs
+from gracetune.dashboard import live_runs, log_tail
 from gracetune.dashboard.live_runs import LiveRun, LiveRuns
 from gracetune.events.run_control import RunControl
 
@@ -127,3 +127,17 @@ def test_a_dead_thread_is_reported(tmp_path, monkeypatch):
     assert "the dashboard has failed" in sent[0]
     assert runs.runs["r0"].status.state == "unreadable"
     runs.stop()
+
+
+def test_samples_are_sent_although_the_log_is_read_in_parts(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run", steps=4, total_steps=9, samples_every=2, ended=False)
+    run = LiveRun("r0", folder, "run")
+    run.poll()
+    log = folder / "events.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    (added,) = [line for line in lines if '"validated"' in line and '"step": 4' in line]
+    monkeypatch.setattr(log_tail, "CHUNK_NBYTES", len(added))
+    with log.open("a") as file:
+        file.write(added + '{"event": "notice", "time": 1.0, "text": "later"}\n')
+    assert run.poll() is None
+    assert [one["step"] for one in run.poll()["samples"]][-2:] == [2, 4]

@@ -100,6 +100,18 @@ def test_a_long_log_is_read_in_parts(log, monkeypatch):
     assert parts > 10
 
 
+def test_a_long_line_that_is_being_written_is_the_end(log, monkeypatch):
+    monkeypatch.setattr(log_tail, "CHUNK_NBYTES", 64)
+    long = line(3, text="x" * 100)
+    log.write_text(long[:-9])
+    tail = LogTail(log)
+    chunk = tail.read()
+    assert (steps(chunk), chunk.at_end, chunk.share) == ([], True, 1.0)
+    with log.open("a") as file:
+        file.write(long[-9:])
+    assert steps(tail.read()) == [3]
+
+
 def test_an_endless_line_is_skipped(log, monkeypatch):
     monkeypatch.setattr(log_tail, "CHUNK_NBYTES", 64)
     monkeypatch.setattr(log_tail, "MAX_LINE_NBYTES", 256)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
@@ -87,15 +86,6 @@ PINNED = [
     {"name": "crop", "cut": 0.014643, "left": 0.217266, "top": 0.881596},
     {"name": "erase", "left": 0.783395, "top": 0.589664, "width": 0.134505, "height": 0.178015},
 ]
-
-
-def test_draws_round_trip_through_json() -> None:
-    section = _section(*({"name": name, "probability": 1} for name in NAMES))
-    draw = draw_augmentations(section, 0, "abc", 3)
-    read_back = AugmentationDraw.from_json(json.loads(json.dumps(draw.as_json())))
-    assert read_back == draw
-    assert read_back.name == draw.name
-    assert apply(read_back, IMAGE).tobytes() == apply(draw, IMAGE).tobytes()
 
 
 def test_augmentations_are_drawn_with_their_probability() -> None:

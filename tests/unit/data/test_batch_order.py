@@ -98,7 +98,7 @@ def test_an_epoch_has_each_sample_as_often_as_its_repeats(
         for sample in group.samples:
             expected[sample, group.size] += group.repeats
     assert shown == expected
-    assert order.samples_per_epoch == sum(expected.values())
+    assert order.num_samples(0, order.epoch_length) == sum(expected.values())
 
 
 @given(groups_strategy, batch_sizes, seeds)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gracetune.data import staging
-from gracetune.data.staging import StagingBudget, host_room
+from gracetune.data.staging import StagingBudget, staging_room
 from gracetune.errors import DataError
 from gracetune.units import GIB
 
@@ -60,18 +60,18 @@ def test_free_host_memory_is_checked_again_while_staging() -> None:
         budget.take(staging.WATCH_NBYTES, staging.WATCH_NBYTES)
 
 
-def test_host_room_is_the_available_memory_minus_a_reserve() -> None:
+def test_staging_room_is_the_available_memory_minus_a_reserve() -> None:
     root = MACHINES / "h200-pcie"
     lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
     available = int(lines["MemAvailable"].split()[0]) * 1024
-    assert host_room(root / "proc", root / "sys") == available - 4 * GIB
+    assert staging_room(root / "proc", root / "sys") == available - 4 * GIB
 
 
-def test_the_memory_limit_of_a_container_reduces_host_room() -> None:
+def test_the_memory_limit_of_a_container_reduces_staging_room() -> None:
     root = MACHINES / "container"
-    whole = host_room(root / "proc", root / "nowhere")
-    assert host_room(root / "proc", root / "sys") < whole
+    whole = staging_room(root / "proc", root / "nowhere")
+    assert staging_room(root / "proc", root / "sys") < whole
 
 
-def test_host_room_of_this_machine_is_positive() -> None:
-    assert host_room() > 0
+def test_staging_room_of_this_machine_is_positive() -> None:
+    assert staging_room() > 0

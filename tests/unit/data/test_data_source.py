@@ -7,7 +7,7 @@ import pytest
 
 from gracetune.data.source import (
     FileRange,
-    check_name,
+    check_key,
     file_stamp,
     is_hidden,
     printable,
@@ -43,9 +43,9 @@ def test_a_dot_inside_a_name_does_not_hide_it() -> None:
 
 
 def test_names_must_be_utf8() -> None:
-    check_name("datasets[0].instance_data_dir", "ü\n.png")
+    check_key("datasets[0].instance_data_dir", "ü\n.png")
     with pytest.raises(DataError, match=r"datasets\[0\]\.instance_data_dir has.*\\xe9"):
-        check_name("datasets[0].instance_data_dir", "caf\udce9")
+        check_key("datasets[0].instance_data_dir", "caf\udce9")
 
 
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from fakes.managed import managed_memory
+from fakes.managed import DirectPrefetcher, managed_memory
 from fakes.platforms import simulated_machine
 
 from gracetune.config.environment import environment_settings
@@ -15,14 +15,14 @@ from gracetune.memory import managed_roles
 from gracetune.memory.driver import HOST, PointerKind
 from gracetune.memory.managed_pool import PoolUnavailable
 from gracetune.memory.managed_roles import (
-    DirectPrefetcher,
     ManagedGroups,
     ManagedMemory,
     ManagedMemoryFullError,
     PrefetchThread,
 )
+from gracetune.memory.oversubscription import PCIE_CAP_PART
 from gracetune.memory.platform import NO_GPU, Link, Machine
-from gracetune.memory.session import PCIE_CAP_PART, MemorySession
+from gracetune.memory.session import MemorySession
 from gracetune.memory.stats import MemoryAccounting, Tier
 from gracetune.units import GIB, MIB
 

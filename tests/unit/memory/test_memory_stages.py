@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from fakes.managed import unbacked_tensor_of
+from fakes.managed import DirectPrefetcher, unbacked_tensor_of
 from fakes.platforms import simulated_machine
 
 from gracetune.config.environment import environment_settings
 from gracetune.events.types import MemoryReclaimed, StageChanged
 from gracetune.memory.driver import HOST, CudaCode
 from gracetune.memory.managed_pool import PoolUnavailable
-from gracetune.memory.managed_roles import DirectPrefetcher, ManagedMemory
+from gracetune.memory.managed_roles import ManagedMemory
 from gracetune.memory.oversubscription import Stage
 from gracetune.memory.platform import HostFacts, Link, Machine
 from gracetune.memory.session import MemorySession

@@ -458,7 +458,24 @@ def test_a_second_call_in_one_process_builds_again(tmp_path: Path) -> None:
     again = share_arena(tmp_path, "a", lambda: build_arena(b"y"), must_not_wait)
     assert bytes(again.arena.segments[0]) == b"y"
     assert bytes(held.arena.segments[0]) == b"x"
-    assert again.attach_error is None
+    assert again.share_error is None
+
+
+def test_an_arena_that_cannot_be_offered_is_kept(monkeypatch, tmp_path: Path) -> None:
+    share_arena(tmp_path, "a", lambda: build_arena(b"x"), must_not_wait)
+    (offer,) = tmp_path.glob("*.json")
+    offer.with_suffix(".new").mkdir()
+    shared = share_arena(tmp_path, "a", lambda: build_arena(b"y"), must_not_wait)
+    assert bytes(shared.arena.segments[0]) == b"y"
+    assert "Is a directory" in str(shared.share_error)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    shared = share_arena(tmp_path, "b", lambda: build_arena(b"z"), must_not_wait)
+    assert bytes(shared.arena.segments[0]) == b"z"
+    assert "No locks available" in str(shared.share_error)
 
 
 def test_an_offer_whose_descriptor_was_reused_is_replaced(
@@ -509,7 +526,7 @@ def test_an_arena_without_permission_is_reported_and_built_again() -> None:
 
         def asks() -> bool:
             shared = share_arena(folder, "a", lambda: build_arena(b"y"), must_not_wait)
-            return shared.is_owner and "Permission denied" in str(shared.attach_error)
+            return shared.is_owner and "Permission denied" in str(shared.share_error)
 
         with undumpable_process():
             assert is_true_in_fork(asks, as_nobody=True)
@@ -655,7 +672,7 @@ def test_memory_of_another_user_is_not_mapped(tmp_path: Path) -> None:
         offer.write_bytes(os.read(receive, 1000))
         shared = share_arena(folder, "a", lambda: build_arena(b"ours"), must_not_wait)
         assert bytes(shared.arena.segments[0]) == b"ours"
-        assert "belongs to user 65534" in str(shared.attach_error)
+        assert "belongs to user 65534" in str(shared.share_error)
     finally:
         os.close(hold)
         os.waitpid(pid, 0)
@@ -670,7 +687,7 @@ def test_a_stale_offer_of_a_dead_process_is_replaced(tmp_path: Path) -> None:
     (offer,) = tmp_path.glob("*.json")
     offer.write_text(json.dumps({"pid": process.pid, "segments": [[3, 1, 2]]}))
     shared = share_arena(tmp_path, "a", lambda: build_arena(b"y"), must_not_wait)
-    assert (shared.is_owner, shared.attach_error) == (True, None)
+    assert (shared.is_owner, shared.share_error) == (True, None)
 
 
 def test_ranks_with_another_temporary_folder_share(monkeypatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from importlib import import_module
@@ -15,7 +16,7 @@ from gracetune.errors import ModelError, ModelUnavailableError
 from gracetune.events.types import Notice, StageProgress
 from gracetune.models import hub as hub_module
 from gracetune.models.family import load_family
-from gracetune.models.hub import choose_weights, is_hub_name
+from gracetune.models.hub import HubModel, choose_weights, is_hub_name, missing_files
 from gracetune.models.locate import locate_configs, locate_model
 from gracetune.models.registry import FAMILIES
 
@@ -235,6 +236,29 @@ def test_offline_runs_use_a_complete_cache(server, monkeypatch):
     server.log.clear()
     assert locate() == online
     assert server.log == []
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_cache_is_complete_without_the_bin_files_that_another_index_names(tmp_path, is_whole):
+    (tmp_path / "text_encoder").mkdir()
+    shard = "model-00001-of-00001.safetensors"
+    for file, weights in (
+        ("pytorch_model.bin", "pytorch_model-1.bin"),
+        ("model.safetensors", shard),
+    ):
+        index = tmp_path / "text_encoder" / f"{file}.index.json"
+        index.write_text(json.dumps({"weight_map": {"x": weights}}))
+    (tmp_path / "text_encoder" / "config.json").write_text("{}")
+    weights = tmp_path / "text_encoder" / shard
+    if is_whole:
+        index.unlink()
+        weights = weights.with_name("model.safetensors")
+    model = HubModel("some/model", None, "flux", "model.path")
+    parts = {"text_encoder": ["transformers", "T5EncoderModel"]}
+    weights.touch()
+    assert missing_files(tmp_path, parts, model) == []
+    weights.unlink()
+    assert missing_files(tmp_path, parts, model) != []
 
 
 def test_a_hub_that_cannot_be_reached_is_like_offline_with_a_warning(server, monkeypatch):

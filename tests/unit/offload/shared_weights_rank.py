@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from streamed_model import build_model, step
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gracetune.distributed.ranks import SINGLE, connect_ranks
@@ -21,6 +20,9 @@ from gracetune.offload.copy_engine import OffloadError, SynchronousCopyEngine
 from gracetune.offload.ring import stream_weights
 from gracetune.plan.apply import PlanLayout, apply_plan
 from gracetune.plan.result import BlockPlan
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from fakes.frozen_layers import FrozenLayers, private_nbytes
 
 NAME = "gracetune-shared"
 LARGE_BLOCKS, LARGE_WIDTH = 8, 2560
@@ -204,40 +206,13 @@ def fail_to_pin(ranks):
     return {"error": error, "saved": digest(model) == before}
 
 
-def private_nbytes():
-    gc.collect()
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    private = [line.split() for line in lines if line.startswith("Private_")]
-    return 1024 * sum(int(words[1]) for words in private)
-
-
-class LargeModel(nn.Module):
-    """Eight frozen layers, each with a trained scale."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList()
-        for number in range(LARGE_BLOCKS):
-            block = nn.Linear(LARGE_WIDTH, LARGE_WIDTH, bias=False, device="meta")
-            values = torch.arange(LARGE_WIDTH**2, dtype=torch.float32).add_(number)
-            weight = values.remainder_(7).div_(LARGE_WIDTH).view(LARGE_WIDTH, LARGE_WIDTH)
-            block.weight = nn.Parameter(weight, requires_grad=False)
-            self.blocks.append(block)
-        self.scales = nn.Parameter(torch.linspace(0.5, 1.5, LARGE_BLOCKS))
-
-    def forward(self, x):
-        for scale, block in zip(self.scales, self.blocks, strict=True):
-            x = x + scale * block(x)
-        return x
-
-
 def measure(ranks):
     """Return the private memory that streamed weights add to this rank, alone and together."""
     seen = {}
     for name, group in (("alone", SINGLE), ("together", ranks)):
         ctypes.CDLL(None).malloc_trim(0)  # of the model before
         before = private_nbytes()
-        model = LargeModel()
+        model = FrozenLayers(LARGE_BLOCKS, LARGE_WIDTH)
         x = torch.linspace(-1, 1, LARGE_WIDTH).repeat(2, 1)
         model(x).square().mean().backward()
         expected, model.scales.grad = model.scales.grad, None

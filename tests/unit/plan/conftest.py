@@ -44,7 +44,7 @@ def fp8_shapes() -> ModelTraces:
 
 
 def trace_as_in_a_run(frozen_compute: FrozenCompute) -> ModelTraces:
-    from gracetune.cli.plan import make_trainable
+    from gracetune.cli.plan import prepare_meta_model
     from gracetune.config.schema import AdapterSection, ModelSection
     from gracetune.models.family import SampleShape
     from gracetune.plan.meta_models import build_meta_model
@@ -54,5 +54,5 @@ def trace_as_in_a_run(frozen_compute: FrozenCompute) -> ModelTraces:
     shape = build_meta_model(
         ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1}
     )
-    make_trainable(shape, AdapterSection(rank=32), frozen_compute)
+    prepare_meta_model(shape, AdapterSection(rank=32), frozen_compute)
     return trace_model(shape.trace_target(), TRACED_BATCH)

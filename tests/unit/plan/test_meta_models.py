@@ -10,7 +10,7 @@ import pytest
 import torch
 from fakes.miniatures import MINIATURES
 
-from gracetune.cli.plan import make_trainable
+from gracetune.cli.plan import prepare_meta_model
 from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.errors import ConfigError, ModelError
 from gracetune.models.family import PLANNABLE, SampleShape, load_family, planner_shapes
@@ -102,7 +102,7 @@ of the decoder have twice as many input channels."""
 )
 def test_every_known_model_can_be_traced(family: str, kinds: tuple[int, ...]) -> None:
     shape = build_meta_model(ModelSection(family=family), SampleShape(64, 64), SMALL[family])
-    trained = make_trainable(shape, AdapterSection(rank=4))
+    trained = prepare_meta_model(shape, AdapterSection(rank=4))
     traced = trace_model(shape.trace_target(), 2)
     assert traced.order == kinds
     assert traced.trained_nbytes == 4 * trained

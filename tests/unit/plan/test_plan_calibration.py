@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from problem_factory import build_problem
 
-from gracetune.plan.controller import StepMeasurement, calibrate, is_off
+from gracetune.plan.controller import StepMeasurement, calibrate, plan_is_inaccurate
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.search import predict
 from gracetune.plan.simulate import candidate_of
@@ -31,10 +31,10 @@ def as_planned(plan, **differing):
 
 def test_small_deviations_are_tolerated():
     _, plan = planned(TIGHT)
-    assert not is_off(plan, as_planned(plan))
-    assert not is_off(plan, as_planned(plan, seconds=1.09 * plan.seconds.step))
-    assert not is_off(plan, as_planned(plan, peak_nbytes=int(0.98 * plan.device.total)))
-    assert not is_off(plan, StepMeasurement(None, 0.0, None))
+    assert not plan_is_inaccurate(plan, as_planned(plan))
+    assert not plan_is_inaccurate(plan, as_planned(plan, seconds=1.09 * plan.seconds.step))
+    assert not plan_is_inaccurate(plan, as_planned(plan, peak_nbytes=int(0.98 * plan.device.total)))
+    assert not plan_is_inaccurate(plan, StepMeasurement(None, 0.0, None))
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.9, 1.2, 3.0])
@@ -42,7 +42,7 @@ def test_unpredicted_memory_is_added_to_every_plan(factor):
     problem, plan = planned(TIGHT)
     peak = int(factor * plan.device.total)
     measured = as_planned(plan, peak_nbytes=peak)
-    assert is_off(plan, measured)
+    assert plan_is_inaccurate(plan, measured)
     again = predicted_again(problem, plan, measured)
     assert again.device.total == peak
     assert again.seconds == plan.seconds, "time was as predicted"

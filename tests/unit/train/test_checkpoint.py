@@ -222,6 +222,16 @@ def test_resuming_by_path_and_none(tmp_path):
     assert found.progress.step == 4
 
 
+def test_an_error_about_a_named_checkpoint_says_which_other_one_there_is(tmp_path):
+    first, second = (checkpoint.save_snapshot(tmp_path, snapshot(n), keep=3).path for n in (1, 2))
+    edit_manifest(second, lambda m: m["progress"].update(consumed=-1))
+    with pytest.raises(CheckpointError, match=r"is damaged: .* --resume step-000001 is the newest"):
+        checkpoint.find_snapshot(tmp_path, "step-000002", pytest.fail)
+    shutil.rmtree(first)
+    with pytest.raises(CheckpointError, match=r"is damaged: .* or start over in another"):
+        checkpoint.find_snapshot(tmp_path, str(second), pytest.fail)
+
+
 def test_a_failed_write_keeps_the_checkpoint_before_it(tmp_path):
     """A limit on the file size makes the kernel reject writes, as a full disk would."""
     checkpoint.save_snapshot(tmp_path, snapshot(1), keep=1)

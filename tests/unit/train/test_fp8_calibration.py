@@ -208,7 +208,7 @@ def test_the_first_draws_are_those_of_the_first_epoch(session):
     of_first_batches = (*order.batch_at(0), *order.batch_at(1))[:6]
     whole = [replace(draw, epoch=-1, caption=draw.sample.caption) for draw in of_first_batches]
     assert draws == tuple(whole), "they belong to no epoch, and drop no caption"
-    assert len(first_draws(order, 10**6)) == order.samples_per_epoch
+    assert len(first_draws(order, 10**6)) == order.num_samples(0, order.epoch_length)
 
 
 def test_layers_that_stay_in_bf16_are_reported_as_a_fallback(session, recorder, monkeypatch):

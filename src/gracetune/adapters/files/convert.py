@@ -106,7 +106,10 @@ def import_tensors(
     of `tables` is used. `peft_config` is the content of an adapter_config.json next to the file.
     """
     if not tensors:
-        raise AdapterError("the file has no tensors.", kind="empty")
+        raise AdapterError(
+            "the file has no tensors, so it is no adapter. Name another one, or save it again.",
+            kind="empty",
+        )
     tensors, notices = _without_text_encoders(tensors)
     tensors, widened = _widen_fp8(tensors)
     texts = list(tensors)

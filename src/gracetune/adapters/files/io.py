@@ -122,7 +122,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             kind="not-safetensors",
         )
     if not path.is_file():
-        raise AdapterError(f"{path} does not exist.", kind="missing")
+        raise AdapterError(
+            f"{path} does not exist. Name a .safetensors file or the folder of an adapter.",
+            kind="missing",
+        )
     try:
         with safe_open(path, "pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118

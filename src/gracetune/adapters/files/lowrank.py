@@ -129,6 +129,11 @@ def _is_plain_lora(layer: Layer) -> bool:
     return layer.algorithm == "lora" and "mid" not in layer.tensors
 
 
+def _changes_weight(layer: Layer) -> bool:
+    """Return False if the layer changes the bias alone."""
+    return layer.algorithm != "full" or "diff" in layer.tensors
+
+
 def _is_matrix(layer: Layer) -> bool:
     """Return True if the layer changes a matrix; False for a vector (normalization) or a bias."""
     shape = delta_shape(layer)
@@ -180,17 +185,20 @@ def _add_layers(
     With `rank`, the sum is approximated by a LoRA of at most that rank.
     """
     loss = 0.0
-    if all(_is_plain_lora(layer) for layer, _ in terms):
-        total = concatenate_ranks(terms)
+    changes = [(layer, strength) for layer, strength in terms if _changes_weight(layer)]
+    if not changes:
+        total = Layer("full", {})
+    elif all(_is_plain_lora(layer) for layer, _ in changes):
+        total = concatenate_ranks(changes)
         if rank is not None and total.tensors["down"].shape[0] > rank:
             total, loss = _truncate_lora(total, rank)
-    elif all(layer.algorithm == "full" for layer, _ in terms):
-        diffs = [s * layer.tensors["diff"].float() for layer, s in terms if "diff" in layer.tensors]
-        total = Layer("full", {"diff": torch.stack(diffs).sum(0)} if diffs else {})
-        if rank is not None and total.tensors.get("diff", torch.empty(0)).dim() > 1:
-            total, loss = factorize(total.tensors["diff"], rank, generator)
+    elif all(layer.algorithm == "full" for layer, _ in changes):
+        diff = torch.stack([s * layer.tensors["diff"].float() for layer, s in changes]).sum(0)
+        total = Layer("full", {"diff": diff})
+        if rank is not None and diff.dim() > 1:
+            total, loss = factorize(diff, rank, generator)
     elif rank is None:
-        kinds = sorted({layer.algorithm for layer, _ in terms})
+        kinds = sorted({layer.algorithm for layer, _ in changes})
         raise AdapterError(
             f"{path.module} is {' and '.join(kinds)}, but only LoRAs and full matrices add up "
             "exactly. Give --rank to approximate the sum by a LoRA.",
@@ -198,8 +206,8 @@ def _add_layers(
             key=path.module,
         )
     else:
-        shape = delta_shape(terms[0][0])
-        whole = torch.stack([strength * delta(layer, shape) for layer, strength in terms]).sum(0)
+        shape = delta_shape(changes[0][0])
+        whole = torch.stack([strength * delta(layer, shape) for layer, strength in changes]).sum(0)
         total, loss = factorize(whole, rank, generator)
     biases = [(bias, s) for layer, s in terms if (bias := delta_bias(layer)) is not None]
     if biases:
@@ -258,14 +266,17 @@ def _relative_norm(rest: Tensor, whole: Tensor) -> float:
 def _check_addable(path: LayerPath, terms: Sequence[tuple[Layer, float]]) -> None:
     for layer, _ in terms:
         _refuse_dora(path, layer)
-    sizes = {math.prod(delta_shape(layer)) for layer, _ in terms}
-    if len(sizes) > 1:
-        shapes = " and ".join("x".join(map(str, delta_shape(layer))) for layer, _ in terms)
-        raise AdapterError(
-            f"{path.module} is {shapes} in the two files: they are for models of different sizes.",
-            kind="other-model",
-            key=path.module,
-        )
+    weights = [delta_shape(layer) for layer, _ in terms if _changes_weight(layer)]
+    biases = [tuple(b.shape) for layer, _ in terms if (b := delta_bias(layer)) is not None]
+    for what, shapes in ((path.module, weights), (f"the bias of {path.module}", biases)):
+        if len(set(map(math.prod, shapes))) > 1:
+            named = " and ".join("x".join(map(str, shape)) for shape in shapes)
+            raise AdapterError(
+                f"{what} is {named} in the files: they are for models of different sizes. Give "
+                "adapters for the same model.",
+                kind="other-model",
+                key=path.module,
+            )
 
 
 def _refuse_dora(path: LayerPath, layer: Layer) -> None:

@@ -217,7 +217,7 @@ def _apply_update(key: str, weight: Tensor, update: WeightUpdate) -> Tensor:
         shapes = ["x".join(map(str, one)) for one in (weight.shape, shape)]
         raise AdapterError(
             f"{key!r} is {shapes[0]} in the model and {shapes[1]} in the adapter, which is for a "
-            "model of another size.",
+            "model of another size. Merge it into that model, or name another adapter.",
             kind="other-model",
             key=key,
         )

@@ -4,7 +4,7 @@ An importer reads a config through `KeyReader`. Each key is taken, translated, n
 supported; a key that the importer never mentions is reported as not supported. So the report has
 one line for each key, and nothing is dropped without one.
 
-`format_report` and `summarize` show the result; `write_run.py` writes the run file.
+`format_report` and `summarize` show the result; `cli/import_config.py` writes the run file.
 """
 
 from __future__ import annotations

@@ -195,12 +195,10 @@ def copy_value(
         set_default(reader, key, setting, default)
 
 
-def copy_flag(
-    reader: KeyReader, key: str, setting: str, value: object = True, why: str = ""
-) -> None:
+def copy_flag(reader: KeyReader, key: str, setting: str, value: object = True) -> None:
     """Use `value` for a setting if a key is true; otherwise report that it has no effect."""
     if read_value(reader, key, as_bool):
-        put_value(reader, key, setting, value, why)
+        put_value(reader, key, setting, value)
     else:
         reader.not_needed(key, NO_EFFECT)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from gracetune.config.environment import environment_settings
-from gracetune.data.staging import host_room
+from gracetune.data.staging import staging_room
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.hosts.ai_toolkit.config_blocks import AIToolkitBlocks, split_config, uses_gracetune
@@ -58,7 +58,7 @@ class AIToolkitPlugin:
         open_machine: Callable[[], Machine],
         notify: Callable[[str], None],
         shared_folder: Path | None = None,
-        free_host_memory: Callable[[], int] = host_room,
+        free_host_memory: Callable[[], int] = staging_room,
     ) -> None:
         """`notify` shows a message; ranks with the same `shared_folder` folder share memory."""
         self.environment = environment

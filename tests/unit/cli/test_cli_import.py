@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from gracetune.cli.import_config import format_run
 from gracetune.cli.main import main
 from gracetune.config.importers.report import ImportedRun, KeyReader, format_report, summarize
-from gracetune.config.importers.write_run import format_run
 from gracetune.config.load import load_run_file, load_run_text
 from gracetune.config.schema import RunFile
 
