@@ -36,7 +36,12 @@ REHEARSAL = (
     *("cache_config.cache_dir=null", "datasets.*.conditioning_data_dir=null"),
     *("datasets.*.resolution=32", "datasets.*.resolution_type=area", "datasets.*.bucket_step=null"),
     *("train.max_train_steps=20", "train.checkpoint_every=10", "train.experts=both"),
-    *("train.timestep_shift=1", "train.mixed_precision=auto", "optimizer.name=adamw", "optimizer.lr=1e-4"),
+    *(
+        "train.timestep_shift=1",
+        "train.mixed_precision=auto",
+        "optimizer.name=adamw",
+        "optimizer.lr=1e-4",
+    ),
     *("optimizer.warmup_steps=0", "logging.trackers=[]", "logging.webhooks=[]"),
     *(f"validation.{key}=64" for key in ("width", "height")),
     *(f"validation.prompts.*.{key}=64" for key in ("width", "height")),

@@ -610,9 +610,9 @@ class PlanSection(Section):
     """Limit of the host memory that a run may use on one machine, with all its GPUs together, such
     as `400GB`. Default: all that is free."""
     batch: Literal["auto", "fixed"] = "auto"
-    """Micro-batch sizes that `gracetune plan` considers. `auto`: every size that keeps the number
-    of samples per optimizer step; `fixed`: only `train.batch_size`, which `gracetune train` always
-    uses."""
+    """Micro-batch sizes that `gracetune plan` considers. `auto`: it also suggests a faster size
+    that keeps the number of samples per optimizer step; `fixed`: only `train.batch_size`, which
+    `gracetune train` always uses."""
     compile: Literal["auto", "always", "never"] = "auto"
     """Compile the blocks of the model with torch.compile. `auto`: only if the planner expects
     a faster run."""
