@@ -1,9 +1,9 @@
 """Compute the memory tables of the pages docs/first-lora-*.md, and write them between the markers.
 
 A row is the run file that `gracetune init` writes on a machine with a GPU of that size which
-computes in fp8, planned with `gracetune plan` for the batch size of the run file (the plan that
-`train` uses; `plan` prints it under "as written" if another batch size is faster). Run it after
-changes to the planner, to machine figures or to the presets of `init`; it takes seven minutes.
+computes in fp8, planned with `gracetune plan` for the batch size of the run file, which `train`
+uses. Run it after changes to the planner, to machine figures or to the presets of `init`; it takes
+seven minutes.
 `--check` only compares:
 
     .venv/bin/python scripts/first_lora_tables.py [--check]

@@ -20,7 +20,7 @@ WORDS = {
     "throttling": ("is throttling: it lowers its clock to 900 of 1980 MHz", "cooling"),
     "weights_still": ("the adapter does not move", "Raise optimizer.lr"),
     "overfitting": ("the model overfits since step", "Use the adapter of step"),
-    "timestep_shift": ("the timestep shift is wrong for this model", "train.timestep_shift"),
+    "timestep_shift": ("drawn differently than in this model's own", "train.timestep_shift"),
     "samples_empty": ("the VAE's output is broken", "Check the VAE"),
     "data_waits": ("the data loader is slow", "Decoding or augmenting is slow"),
     "loss_explodes": ("the learning rate is too high", "Lower optimizer.lr"),

@@ -71,11 +71,12 @@ def test_a_healthy_run_has_no_findings(train):
     assert not found.keys() - OF_THE_MACHINE
 
 
-def test_a_wrong_timestep_shift(train):
-    steps = {"max_train_steps": 30, "timestep_shift": 12.0}
+def test_another_timestep_shift_is_reported_at_the_start(train):
+    steps = {"max_train_steps": 1, "timestep_shift": 12.0}
     (event,) = train(adapter=LORA, train=steps)["timestep_shift"]
-    assert "the timestep shift is wrong for this model" in event.cause
-    assert "train.timestep_shift: 1.0 (it is 12.0)" in event.advice
+    assert "timesteps are drawn differently than in this model's own training" in event.cause
+    assert "If you chose train.timestep_shift: 12.0 on purpose" in event.advice
+    assert "Otherwise set it to 1.0" in event.advice
 
 
 def test_an_adapter_that_does_not_move(train):

@@ -110,6 +110,11 @@ class _RunSamples:
             raise CacheError(f"{len(found)} samples of the run are called {stem!r}")
         return found
 
+    def file_of(self, name: str) -> str:
+        """Return the file and a colon, if `name` is the digest of a sample's stem; else nothing."""
+        stem = self._stems.get(name)
+        return "" if stem is None else f"{self._by_stem[stem][0].item.sample.key}: "
+
 
 def import_foreign(
     run: RunFile, encoder: SampleEncoder, folder: Path, emit: Emit, *, write: bool
@@ -138,7 +143,7 @@ def import_foreign(
             try:
                 key, entry = texts.read(path) if is_text else latents.read(path)
             except CacheError as error:
-                report.skipped[str(path)] = str(error)
+                report.skipped[str(path)] = samples.file_of(path.stem) + str(error)
                 continue
             if write:
                 imported = CacheKey(key, {**key.components, "imported from": path.name})
@@ -190,7 +195,7 @@ class _LatentImporter:
         entry = read_foreign(path)
         item = self._check_sample(path, entry)
         if self._dtype is None:
-            self._dtype = self._compare(path, entry, item)
+            self._dtype = self._compare(entry, item)
         key = latent_key(item.sample, item.size, self._identity, item.transform, item.tiled)
         return key, {"latents": entry.tensors["latents"].to(self._dtype)}
 
@@ -222,7 +227,7 @@ class _LatentImporter:
         _check_crop_metadata(entry.metadata, sample.item.size)
         return sample.item
 
-    def _compare(self, path: Path, entry: ForeignEntry, item: EncodeItem) -> torch.dtype:
+    def _compare(self, entry: ForeignEntry, item: EncodeItem) -> torch.dtype:
         """Return the dtype of the run's own latents; raise an error if the entry differs."""
         pixels = decode_item(item, self._decoders)
         if isinstance(pixels, str):
@@ -231,8 +236,8 @@ class _LatentImporter:
         equal, cosine = _compare_encodings(entry.tensors["latents"], ours)
         if not equal:
             raise CacheError(
-                f"{path.name} is from another encoder or scaled differently: its cosine "
-                f"similarity with our latents is {cosine:.3f}"
+                "it is from another encoder or scaled differently: its cosine similarity with our "
+                f"latents is {cosine:.3f}"
             )
         return ours.dtype
 

@@ -192,7 +192,7 @@ def inspection_lines(inspection: Inspection) -> list[str]:
         f"{inspection.path}: {format_bytes(inspection.nbytes)}",
         f"family     {inspection.family}",
         f"format     {inspection.form}{tools}",
-        f"stage      {stage}{source}",
+        *([f"stage      {stage}{source}"] if inspection.stages or inspection.has_experts else []),
         f"algorithm  {_format_counts(inspection.algorithms)}",
         f"rank       {_format_counts(inspection.ranks)}",
         f"alpha      {_format_counts(inspection.alphas) or 'none'}",
@@ -277,8 +277,11 @@ def _convert(args: argparse.Namespace) -> int:
     from gracetune.adapters.files.lowrank import convert_to_lora
 
     key_format = get_format(args.to)
-    out = _new_output(args, args.out or _default_output(args.files[0], key_format))
+    out = None if args.out is None else _new_output(args, args.out)
     adapter = _read_one_or_two(args)
+    if out is None and adapter.format == key_format.name and not _is_changed(args):
+        return _report_unchanged(args, adapter, key_format)
+    out = out or _new_output(args, _default_output(args.files[0], key_format))
     loss = None
     if args.lora_rank is not None:
         _check_rank("--lora-rank", args.lora_rank)
@@ -303,6 +306,29 @@ def _convert(args: argparse.Namespace) -> int:
         "lost": None if loss is None else asdict(loss),
     }
     _print_result(args, result, lines)
+    return 0
+
+
+def _is_changed(args: argparse.Namespace) -> bool:
+    """Return True if an option of `convert` changes more than the names of tensors."""
+    options = (args.lora_rank, args.dtype, args.stage, args.base_model, args.trigger)
+    return len(args.files) > 1 or any(options)
+
+
+def _report_unchanged(args: argparse.Namespace, adapter: Adapter, key_format: KeyFormat) -> int:
+    line = (
+        f"{args.files[0]} already is in the format {key_format.name} ({len(adapter.layers)} "
+        "modules), so nothing is written. -o FILE writes a copy."
+    )
+    result = {
+        "form": key_format.name,
+        "files": [],
+        "modules": len(adapter.layers),
+        "caution": key_format.caution,
+        "notices": [*adapter.notices, line],
+        "lost": None,
+    }
+    _print_result(args, result, [*adapter.notices, line])
     return 0
 
 
@@ -581,13 +607,15 @@ def _report_as_json(report: CheckReport, ok: bool) -> dict[str, object]:
 
 
 def _report_lines(report: CheckReport, ok: bool) -> list[str]:
-    key_format, stage = report.format or "mixed formats", report.stage or "unknown"
+    facts = [report.family, report.format or "mixed formats"]
+    if report.stage or report.has_experts:
+        facts.append(f"stage {report.stage or 'unknown'}")
     verdict = "does NOT load right" if report.is_wrong else "does NOT load completely"
     if not report.results:
         verdict = "no pipeline to load it with"
     verdict = "loads" if ok else verdict
     return [
-        f"{report.path}: {verdict} ({report.family}, {key_format}, stage {stage})",
+        f"{report.path}: {verdict} ({', '.join(facts)})",
         *(f"  {line}" for line in report.lines()),
         *(f"  note: {notice}" for notice in report.notices),
     ]

@@ -34,12 +34,15 @@ REHEARSAL = (
     *("model.family=tiny", "model.transformer_2_file=null", "model.quantize=none"),
     *("model.frozen_compute=bf16", "model.dtype=auto", "model.task=auto"),
     *("model.attention_mechanism=auto", "cache_config.vae_tiling=auto"),
-    *("cache_config.cache_dir=null", "cache_config.persistent_cache=false"),
-    *("datasets.*.resolution=32", "datasets.*.resolution_type=area", "datasets.*.max_aspect=3"),
-    *("datasets.*.bucket_step=null", "datasets.*.bucket_aspects=null"),
-    *("datasets.*.conditioning_data_dir=null", "datasets.*.cache_latents_to_disk=null"),
+    *("cache_config.cache_dir=null", "datasets.*.conditioning_data_dir=null"),
+    *("datasets.*.resolution=32", "datasets.*.resolution_type=area", "datasets.*.bucket_step=null"),
     *("train.max_train_steps=20", "train.checkpoint_every=10", "train.experts=both"),
-    *("train.mixed_precision=auto", "optimizer.name=adamw", "optimizer.lr=1e-4"),
+    *(
+        "train.timestep_shift=1",
+        "train.mixed_precision=auto",
+        "optimizer.name=adamw",
+        "optimizer.lr=1e-4",
+    ),
     *("optimizer.warmup_steps=0", "logging.trackers=[]", "logging.webhooks=[]"),
     *(f"validation.{key}=64" for key in ("width", "height")),
     *(f"validation.prompts.*.{key}=64" for key in ("width", "height")),
@@ -47,6 +50,8 @@ REHEARSAL = (
     *(f"validation.prompts.*.{key}=null" for key in ("frames", "seconds", "images")),
 )
 """Settings with which any run of images trains the model `tiny` for a few steps."""
+REHEARSED_ASPECT = 3.0
+"""Largest aspect ratio of a rehearsal: with a resolution of 32, its edges have up to 64 pixels."""
 HELP = "train a model from a run file, or resume a run"
 PR_SET_PDEATHSIG = 1
 """From Linux's prctl.h: the signal that a process gets when its parent dies."""
@@ -83,12 +88,18 @@ def run(args: argparse.Namespace) -> int:
 
 def load_rehearsal(path: str, overrides: Sequence[str]) -> LoadedRun:
     """Load a run file with the settings of a rehearsal, which `overrides` may change again."""
-    adapter = load_run_file(path).run.adapter
+    run = load_run_file(path).run
     changes = [*REHEARSAL]
-    if adapter is not None:
+    if run.adapter is not None:
         # The module names in these two settings are those of another model.
-        kept = adapter.model_dump_json(exclude={"targets", "overrides"})
+        kept = run.adapter.model_dump_json(exclude={"targets", "overrides"})
         changes += ["adapter=null", f"adapter={kept}"]
+    for index, dataset in enumerate(run.datasets):
+        widest = min(dataset.max_aspect, REHEARSED_ASPECT)
+        changes.append(f"datasets.{index}.max_aspect={widest}")
+        if dataset.bucket_aspects is not None:
+            aspects = [min(max(each, 1 / widest), widest) for each in dataset.bucket_aspects]
+            changes.append(f"datasets.{index}.bucket_aspects={aspects}")
     loaded = load_run_file(path, [*changes, *overrides])
     for index, dataset in enumerate(loaded.run.datasets):
         if dataset.dataset_type != "image":

@@ -111,7 +111,7 @@ def load_run_file(
     imported = import_files([file])
     check_importable(imported)
     loaded = load_imported(imported, str(file), overrides, environment)
-    summary = summarize(imported, str(file))
+    summary = summarize(imported, str(file), loaded.run.output_dir)
     return LoadedRun(loaded.run, (summary, *loaded.notices), file, summary)
 
 

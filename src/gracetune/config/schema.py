@@ -433,8 +433,11 @@ class ValidationSection(Section):
     """Validation: samples generated from prompts, and the loss of held-out samples."""
 
     every: NonNegativeInt = 500
-    """Number of optimizer steps between validations. A run also validates before the first and
-    after the last step. 0: no scheduled validation."""
+    """Number of optimizer steps between validations. A run also validates before the first step,
+    unless `at_start` is `false`, and after the last. 0: no scheduled validation."""
+    at_start: bool = True
+    """Validate before the first step, which shows what the model does without training. `false`:
+    the run starts sooner."""
     prompts: tuple[str | PromptSection, ...] | None = None
     """Prompts to generate a sample from in each validation. A prompt is a text, or an object with
     `prompt` and settings of its own, such as `seed`. Default: the first captions of the training
@@ -607,9 +610,9 @@ class PlanSection(Section):
     """Limit of the host memory that a run may use on one machine, with all its GPUs together, such
     as `400GB`. Default: all that is free."""
     batch: Literal["auto", "fixed"] = "auto"
-    """Micro-batch sizes that `gracetune plan` considers. `auto`: every size that keeps the number
-    of samples per optimizer step; `fixed`: only `train.batch_size`, which `gracetune train` always
-    uses."""
+    """Micro-batch sizes that `gracetune plan` considers. `auto`: it also suggests a faster size
+    that keeps the number of samples per optimizer step; `fixed`: only `train.batch_size`, which
+    `gracetune train` always uses."""
     compile: Literal["auto", "always", "never"] = "auto"
     """Compile the blocks of the model with torch.compile. `auto`: only if the planner expects
     a faster run."""

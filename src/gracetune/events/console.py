@@ -411,7 +411,8 @@ def stage_pace(event: StageProgress) -> list[str]:
     """
     if not event.seconds:
         return []
-    parts = [f"{event.done / event.seconds:,.0f} {event.unit}/s"]
+    rate = event.done / event.seconds
+    parts = [f"{rate:,.0f} {event.unit}/s" if rate >= 10 else f"{rate:.2g} {event.unit}/s"]
     share = event.done / event.total
     if event.nbytes:
         parts.append(f"{event.nbytes / event.seconds / 1e9:.2f} GB/s")

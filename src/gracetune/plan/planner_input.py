@@ -32,8 +32,8 @@ from gracetune.plan.search import (
     Constraints,
     PlanError,
     candidates,
-    compare_with_run_file,
     find_best_plan,
+    keep_run_file_batch,
     required_device_nbytes,
 )
 from gracetune.plan.simulate import candidate_of
@@ -215,11 +215,11 @@ def make_plan(
     frozen_compute: FrozenCompute = "bf16",
     simulated: bool = False,
 ) -> SearchResult:
-    """Trace a model and return its best plan, and the plan for the run file's own micro-batch."""
+    """Trace a model and return its best plan for the run file's own micro-batch size."""
     may_compile = True in constraints.compile
     model = build_cost_model(target, rates, frozen_compute, may_compile=may_compile)
     result = find_best_plan(model, fixed, budget, constraints, simulated)
-    return compare_with_run_file(result, model, fixed, budget, constraints)
+    return keep_run_file_batch(result, model, fixed, budget, constraints)
 
 
 def build_cost_model(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gracetune.plan.result import Plan
-    from gracetune.plan.search import PlanBudget, RunFileBatchPlan, SearchResult
+    from gracetune.plan.search import PlanBudget, SearchResult
 
 MODE_NAMES = {
     ("keep", False): "kept",
@@ -54,10 +54,15 @@ def report_lines(result: SearchResult, heading: ReportHeading) -> Iterator[str]:
     yield _within(heading.budget)
     yield from (f"note: {note}" for note in heading.notes)
     yield ""
+    if result.unfit_batch is not None:
+        yield f"train.batch_size {result.unfit_batch} does not fit: {result.why_unfit}"
+        yield f"      to train with this plan, {_change(best, heading.has_ramp)}"
     yield f"plan: {describe(best)}"
     yield f"      {describe_speed(best)}"
-    if result.as_written is not None:
-        yield from _as_written(result.as_written, best, heading.has_ramp)
+    if result.faster is not None:
+        yield f"faster: {describe(result.faster)}"
+        yield f"      {describe_speed(result.faster)}"
+        yield f"      to train with it, {_change(result.faster, heading.has_ramp)}"
     yield ""
     yield from _table(best)
     if heading.budget.ranks > 1:
@@ -88,7 +93,8 @@ def report_json(result: SearchResult, heading: ReportHeading) -> dict[str, objec
         "budget": asdict(heading.budget),
         "notes": list(heading.notes),
         "plan": _plan_json(result.best, heading.budget),
-        "as_written": _as_written_json(result, heading),
+        "faster": _faster_json(result, heading),
+        "does_not_fit": _unfit_json(result, heading),
         "reasons": reasons(result, heading.budget),
         "others": [_plan_json(other, heading.budget) for other in result.others],
     }
@@ -182,29 +188,29 @@ def _within(budget: PlanBudget) -> str:
     return f"within {device} of device memory {reserve} and {host}"
 
 
-def _as_written(written: RunFileBatchPlan, best: Plan, has_ramp: bool) -> Iterator[str]:
-    yield f"as written: `gracetune train` keeps the run file's train.batch_size of {written.batch}:"
-    if written.plan is None:
-        yield f"      nothing fits. {written.why}"
-    else:
-        yield f"      {describe(written.plan)}"
-        yield f"      {describe_speed(written.plan)}"
-        if written.plan.samples_per_second >= best.samples_per_second:
-            yield "      which is as fast, so nothing needs to be changed"
-            return
-    settings = settings_to_change(best, has_ramp)
+def _change(plan: Plan, has_ramp: bool) -> str:
+    """Return the request to set what makes `gracetune train` use this plan's micro-batch."""
+    settings = settings_to_change(plan, has_ramp)
     words = " and ".join(f"{key} to {value}" for key, value in settings.items())
-    yield f"      to get the plan above, set {words}; a step has the same number of samples"
+    return f"set {words}; a step has the same number of samples"
 
 
-def _as_written_json(result: SearchResult, heading: ReportHeading) -> dict[str, object] | None:
-    written = result.as_written
-    if written is None:
+def _faster_json(result: SearchResult, heading: ReportHeading) -> dict[str, object] | None:
+    if result.faster is None:
         return None
     return {
-        "batch": written.batch,
-        "plan": None if written.plan is None else _plan_json(written.plan, heading.budget),
-        "why": written.why,
+        "plan": _plan_json(result.faster, heading.budget),
+        "set": settings_to_change(result.faster, heading.has_ramp),
+    }
+
+
+def _unfit_json(result: SearchResult, heading: ReportHeading) -> dict[str, object] | None:
+    """Return why the run file's micro-batch does not fit, and the settings of a plan that does."""
+    if result.unfit_batch is None:
+        return None
+    return {
+        "batch": result.unfit_batch,
+        "why": result.why_unfit,
         "set": settings_to_change(result.best, heading.has_ramp),
     }
 

@@ -132,7 +132,7 @@ class Constraints:
     """Sets of roles to try in managed memory, the preferred one first."""
     run_file_batch: int | None = None
     """The run file's micro-batch size. If the best plan has another one, a plan for this size is
-    made too; None: no second plan."""
+    made too (`keep_run_file_batch`); None: no second plan."""
 
     def batch_sizes(self) -> list[int]:
         """Return the micro-batch sizes to try, largest first."""
@@ -150,29 +150,23 @@ class Constraints:
 
 
 @dataclass(frozen=True, slots=True)
-class RunFileBatchPlan:
-    """The plan for the run file's own micro-batch size, which `gracetune train` keeps."""
-
-    batch: int
-    plan: Plan | None
-    """The best plan with this micro-batch size; None: no plan fits."""
-    why: str = ""
-    """Error message that says why no plan fits; empty if one does."""
-
-
-@dataclass(frozen=True, slots=True)
 class SearchResult:
     """The best plan and its alternatives."""
 
     best: Plan
+    """The plan that `gracetune train` uses: the fastest with the run file's micro-batch size, if
+    one was requested (`Constraints.run_file_batch`) and fits."""
     others: tuple[Plan, ...]
     """Alternatives: the fastest plan of each other combination of batch size, compilation,
     streaming and activation modes, fastest first."""
     num_tried: int
     """Number of candidate plans that were simulated."""
-    as_written: RunFileBatchPlan | None = None
-    """The plan for the micro-batch size that the run file sets; None if the best plan has that size
-    too, or if no second plan was requested (`Constraints.run_file_batch`)."""
+    faster: Plan | None = None
+    """A faster plan with another micro-batch size than that of the run file."""
+    unfit_batch: int | None = None
+    """The micro-batch size of the run file, if no plan with it fits; `best` has another one."""
+    why_unfit: str = ""
+    """Error message that says why no plan with the run file's micro-batch size fits."""
 
 
 def find_best_plan(
@@ -261,14 +255,18 @@ def _find_best_plan(
     return SearchResult(best, _alternatives(plans, best), len(plans))
 
 
-def compare_with_run_file(
+def keep_run_file_batch(
     result: SearchResult,
     model: CostModel,
     fixed: FixedMemory,
     budget: PlanBudget,
     constraints: Constraints,
 ) -> SearchResult:
-    """Add a plan for the run file's micro-batch size, if the best plan has another size."""
+    """Return the plans for the run file's micro-batch size, which `gracetune train` keeps.
+
+    The best plan of `result` becomes a suggestion if it is faster. It stays if no plan with the run
+    file's size fits.
+    """
     best, batch = result.best, constraints.run_file_batch
     if batch is None or best.batch == batch:
         return result
@@ -276,8 +274,9 @@ def compare_with_run_file(
     try:
         written = find_best_plan(model, fixed, budget, constraints, best.simulated, only_best=True)
     except PlanError as error:
-        return replace(result, as_written=RunFileBatchPlan(batch, None, str(error)))
-    return replace(result, as_written=RunFileBatchPlan(batch, written.best))
+        return replace(result, unfit_batch=batch, why_unfit=str(error))
+    is_faster = best.samples_per_second > (1 + TIE_MARGIN) * written.best.samples_per_second
+    return replace(written, faster=best if is_faster else None)
 
 
 def predict(

@@ -64,7 +64,13 @@ from gracetune.train.health_machine import (
     WeightWaits,
 )
 from gracetune.train.step_recorder import NUM_TIMESTEP_RANGES, PartedFamily, timestep_range
-from gracetune.train.timesteps import TimestepWindow, cdf_at_edges, intersect, shift_for
+from gracetune.train.timesteps import (
+    TimestepWindow,
+    cdf_at_edges,
+    intersect,
+    largest_known_tokens,
+    shift_for,
+)
 from gracetune.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -386,7 +392,7 @@ def run_facts(session: Session, start_step: int) -> RunFacts:
     """Collect what the checks need to know about a run."""
     state, run = session.state, session.state.run
     expected = expected_train_section(run, state.family)
-    tokens = _tokens(session)
+    drawn_timesteps, expected_timesteps = compare_timesteps(run.train, expected, _tokens(session))
     trained = sum(p.nbytes for p in state.parameters.values())
     cached = run.cache_config.vae_cache_type != "disk"
     shares, pipeline = dataset_shares(session), session.pipeline
@@ -402,7 +408,8 @@ def run_facts(session: Session, start_step: int) -> RunFacts:
         is_adapter=run.adapter is not None,
         is_pretrained=state.family.name != "tiny" or run.model.path is not None,
         dataset_shares=shares,
-        expected_timesteps={} if expected is None else timestep_shares(expected, tokens),
+        drawn_timesteps=drawn_timesteps,
+        expected_timesteps=expected_timesteps,
         expected_shift="" if expected is None else str(expected.timestep_shift),
         timestep_shift=str(run.train.timestep_shift),
         caches_in_memory=cached,
@@ -461,6 +468,20 @@ def expected_train_section(run: RunFile, family: Family) -> TrainSection | None:
         changes["timestep_std"] = 1.0
     # A distribution of another shape is a choice; the shift is compared for the chosen one.
     return run.train.model_copy(update=changes)
+
+
+def compare_timesteps(
+    section: TrainSection, expected: TrainSection | None, tokens: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the shares of each range of timesteps with both sections; empty if none is expected.
+
+    Samples with more tokens than the expected shift is known for are compared at the largest size
+    that it is known for. A VAE with a small scale makes many tokens even of small images.
+    """
+    if expected is None:
+        return {}, {}
+    tokens = min(tokens, largest_known_tokens(expected.timestep_shift) or tokens)
+    return timestep_shares(section, tokens), timestep_shares(expected, tokens)
 
 
 def timestep_shares(section: TrainSection, tokens: int) -> dict[str, float]:

@@ -68,6 +68,8 @@ class RunFacts:
     """False if training starts from random weights, whose samples are noise."""
     dataset_shares: Mapping[str, float] = field(default_factory=dict)
     """Share of each dataset in all draws."""
+    drawn_timesteps: Mapping[str, float] = field(default_factory=dict)
+    """Share of the timesteps in each range, as the run's settings draw them."""
     expected_timesteps: Mapping[str, float] = field(default_factory=dict)
     """Share of the timesteps of this model's own training in each range; empty if unknown."""
     expected_shift: str = ""
@@ -709,33 +711,28 @@ class TimestepShift:
     """Timesteps that are drawn from other ranges than those the model was trained on."""
 
     name = "timestep_shift"
-    MIN_SAMPLES, DISTANCE = 100, 0.3
+    DISTANCE = 0.3
 
     def __init__(self, facts: RunFacts) -> None:
         self._facts = facts
-        self._counts: Counter[str] = Counter()
 
     def look(self, measured: Measurements) -> Finding | NoFinding:
-        """Compare the drawn timesteps with the expected ones (total variation distance)."""
-        expected = self._facts.expected_timesteps
-        if measured.losses is None or not expected:
+        """Compare the settings with the model's own (total variation distance of timesteps)."""
+        drawn, expected = self._facts.drawn_timesteps, self._facts.expected_timesteps
+        if not measured.steps or not expected:
             return UNKNOWN
-        for name, part in measured.losses.by_timestep.items():
-            self._counts[name] += int(part["samples"])
-        total = sum(self._counts.values())
-        if total < self.MIN_SAMPLES:
-            return UNKNOWN
-        drawn = {name: self._counts[name] / total for name in expected}
         distance = sum(abs(drawn[name] - expected[name]) for name in expected) / 2
         if distance < self.DISTANCE:
             return FINE
         missing = max(expected, key=lambda name: expected[name] - drawn[name])
+        own, theirs = self._facts.timestep_shift, self._facts.expected_shift
         return Finding(
-            f"the timestep shift is wrong for this model: only {drawn[missing]:.1%} of the drawn "
-            f"timesteps are in {missing.removeprefix('t')}, where {expected[missing]:.0%} are "
-            "expected, so this range is hardly trained",
-            f"Set train.timestep_shift: {self._facts.expected_shift} (it is "
-            f"{self._facts.timestep_shift}), and check train.timestep_mean and timestep_sampling.",
+            f"timesteps are drawn differently than in this model's own training: "
+            f"{drawn[missing]:.1%} of them are in {missing.removeprefix('t')}, where its settings "
+            f"draw {expected[missing]:.0%}",
+            f"If you chose train.timestep_shift: {own} on purpose, there is nothing to do. "
+            f"Otherwise set it to {theirs}, the model's own, and check train.timestep_mean and "
+            "timestep_sampling.",
             values={"distance": distance, "drawn": drawn[missing], "expected": expected[missing]},
         )
 

@@ -455,12 +455,13 @@ def _checkpoint_reason(requests: set[str], step: int, total: int) -> str:
 def _validation_is_missing(session: Session, step: int) -> bool:
     """Return True if validation samples of the current step are due but do not exist.
 
-    That is the case before the first step, and when an earlier process was killed between saving
-    its checkpoint and writing the samples.
+    That is the case before the first step, unless `validation.at_start` is false, and when an
+    earlier process was killed between saving its checkpoint and writing the samples.
     """
     run = session.state.run
     every, total = run.validation.every, run.train.max_train_steps
-    if session.validation is None or every == 0 or not (step == 0 or _is_due(step, every, total)):
+    is_due = run.validation.at_start if step == 0 else _is_due(step, every, total)
+    if session.validation is None or every == 0 or not is_due:
         return False
     exists = step > 0 and session.validation.grid_path(step).exists()
     return not session.state.ranks.broadcast(exists)

@@ -99,7 +99,7 @@ CHANGEABLE_SETTINGS = _names(
         "datasets.*.in_memory": "compression num_workers chunk_size memory_limit_gb",
         "datasets.*.remote": "timeout_s retries options",
         # The digest leaves held-out samples out, and validation has generators of its own.
-        "validation": "every negative_prompt num_prompts seed sample_steps guidance width "
+        "validation": "every at_start negative_prompt num_prompts seed sample_steps guidance width "
         "height frames seconds images holdout enable_manual_validation",
         "validation.prompts.*": "prompt negative_prompt seed width height steps guidance images "
         "frames seconds",

@@ -12,6 +12,7 @@ to the model (`adapters/inject.py`).
 from __future__ import annotations
 
 import re
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -221,7 +222,10 @@ class Sampler:
 
     def _sample(self, request: SampleRequest) -> list[GeneratedSample]:
         self.family.transformer.eval()
-        with torch.no_grad(), sampling_autocast(self.accelerator, self.family.transformer):
+        autocast = sampling_autocast(self.accelerator, self.family.transformer)
+        with torch.no_grad(), autocast, warnings.catch_warnings():
+            # Autocast casts the input of a norm, but not its weight.
+            warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
             return self.family.sample(request)
 
     def _stream_everything(self, variant: Variant, reason: str) -> None:

@@ -86,6 +86,8 @@ class _Target:
     step: int | None
     files: tuple[Path, ...]
     strength: float | None
+    home: Path | None
+    """The folder of the run that the target is, or is in."""
 
 
 def load_settings(path: Path) -> RunFile:
@@ -119,9 +121,9 @@ def find_targets(
             "--model FAMILY=PATH, for example --model flux=black-forest-labs/FLUX.1-dev, or the "
             "folder of a run."
         )
-    runs = [target.folder for target in targets if target.folder is not None]
-    folder = runs[0] / SAMPLES_FOLDER if runs else Path(SAMPLES_FOLDER)
-    is_one_run = len(targets) == 1 and bool(runs) and targets[0].strength is None
+    homes = [target.home for target in targets if target.home is not None]
+    folder = homes[0] / SAMPLES_FOLDER if homes else Path(SAMPLES_FOLDER)
+    is_one_run = len(targets) == 1 and targets[0].folder is not None and targets[0].strength is None
     if is_one_run and not (compare and targets[0].step is not None):
         run, variants = _run_variants(
             run, targets[0], "all" if compare and steps is None else steps
@@ -235,9 +237,11 @@ def _parse(text: str, read_run: Callable[[Path], RunFile]) -> _Target:
     path, strength = _split_strength(text)
     if path.suffix in RUN_FILE_SUFFIXES and path.is_file():
         loaded = read_run(path)
-        return _Target(text, loaded, Path(loaded.output_dir), None, (), strength)
+        folder = Path(loaded.output_dir)
+        return _Target(text, loaded, folder, None, (), strength, folder)
     if path.is_file():
-        return _Target(text, _run_around(path), None, None, (path,), strength)
+        run, home = _run_around(path)
+        return _Target(text, run, None, None, (path,), strength, home)
     if not path.is_dir():
         raise ConfigError(
             f"{text} does not exist. Give the folder of a run, a run file, or an adapter file, "
@@ -245,19 +249,21 @@ def _parse(text: str, read_run: Callable[[Path], RunFile]) -> _Target:
         )
     run = _read_record(path)
     if run is not None:
-        return _Target(text, run, path, None, (), strength)
+        return _Target(text, run, path, None, (), strength, path)
     number = path.name.removeprefix("step-")
     owner = path.resolve().parent
     if number.isdecimal() and owner.name in STEP_FOLDERS:
         run = _read_record(owner.parent)
         if run is not None:
-            return _Target(text, run, path.parent.parent, int(number), (), strength)
+            folder = path.parent.parent
+            return _Target(text, run, folder, int(number), (), strength, folder)
     if any((path / name).exists() for name in ("model_index.json", "transformer", "unet")):
         raise ConfigError(
             f"{text} is the folder of a model. Name it as --model FAMILY={path}, for example "
             f"--model flux={path}."
         )
-    return _Target(text, _run_around(path), None, None, _files_in(path), strength)
+    run, home = _run_around(path)
+    return _Target(text, run, None, None, _files_in(path), strength, home)
 
 
 def _split_strength(text: str) -> tuple[Path, float | None]:
@@ -295,12 +301,13 @@ def _read_record(folder: Path) -> RunFile | None:
     return None
 
 
-def _run_around(path: Path) -> RunFile | None:
-    """Return the run in whose folder a file is, or None."""
-    for parent in list(path.resolve().parents)[:4]:
+def _run_around(path: Path) -> tuple[RunFile | None, Path | None]:
+    """Return the run in whose folder a file is, and that folder; None if there is none."""
+    for parent in (*list(path.parents)[:4], *list(path.resolve().parents)[:4]):
         if (parent / STEP_FOLDERS[0]).is_dir():
-            return _read_record(parent)
-    return None
+            run = _read_record(parent)
+            return run, None if run is None else parent
+    return None, None
 
 
 def _files_in(folder: Path) -> tuple[Path, ...]:

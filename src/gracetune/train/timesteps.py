@@ -175,6 +175,15 @@ def shift_for(section: TrainSection, num_tokens: int) -> float:
     return math.exp(y0 + (y1 - y0) * (num_tokens - x0) / (x1 - x0))
 
 
+def largest_known_tokens(rule: float | str) -> int | None:
+    """Return the largest number of tokens that a rule is known for; None if it has no limit.
+
+    The lines of `SHIFT_POINTS` go on beyond their points, but the models are not trained there.
+    """
+    known = isinstance(rule, str) and rule in SHIFT_POINTS
+    return SHIFT_POINTS[str(rule)][1][0] if known else None
+
+
 # Distributions (Esser et al. 2024), all before the shift
 
 MODE_SCALE = 1.29

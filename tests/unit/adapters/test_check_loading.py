@@ -1,9 +1,17 @@
 """The simulation of ComfyUI's loader follows its source."""
 
+import logging
+
 import pytest
 from adapter_examples import TABLES
+from transformers.utils import import_utils
 
-from gracetune.adapters.files.check_loading import comfyui_key_map, count_blocks, simulate_comfyui
+from gracetune.adapters.files.check_loading import (
+    _quiet_diffusers,
+    comfyui_key_map,
+    count_blocks,
+    simulate_comfyui,
+)
 
 WAN = comfyui_key_map(TABLES["wan"], {"blocks": 2})
 FLUX = comfyui_key_map(TABLES["flux"], {"transformer_blocks": 1, "single_transformer_blocks": 1})
@@ -98,3 +106,20 @@ def test_comfyui_recognises_wan_fun_by_one_key():
 def test_blocks_are_counted_by_kind():
     modules = ["transformer_blocks.4.attn.to_q", "single_transformer_blocks.7.proj_mlp", "proj_out"]
     assert count_blocks(modules) == {"transformer_blocks": 5, "single_transformer_blocks": 8}
+
+
+def test_only_the_missing_image_processor_is_not_mentioned() -> None:
+    """diffusers' pipelines import image processors, which no check uses."""
+    shown = []
+    handler = logging.Handler()
+    handler.emit = lambda record: shown.append(record.getMessage())
+    note = "`CLIPImageProcessor` requires torchvision (not installed); falling back"
+    import_utils.logger.addHandler(handler)
+    try:
+        with _quiet_diffusers():
+            import_utils.logger.error(note)
+            import_utils.logger.error("something else")
+        import_utils.logger.error(f"later: {note}")
+    finally:
+        import_utils.logger.removeHandler(handler)
+    assert shown == ["something else", f"later: {note}"]

@@ -130,6 +130,17 @@ def test_convert_writes_a_format_and_prints_its_caution(capsys, lora, tmp_path):
     assert (tmp_path / "lora-bare.safetensors").is_file()
 
 
+def test_convert_writes_nothing_if_the_file_has_the_format(capsys, lora, tmp_path):
+    text = run(capsys, "convert", lora, "--to", "comfyui")
+    assert f"{lora} already is in the format comfyui (20 modules), so nothing is written." in text
+    assert run_json(capsys, "convert", lora, "--to", "comfyui")["files"] == []
+    assert list(tmp_path.iterdir()) == [lora]
+    run(capsys, "convert", lora, "--to", "comfyui", "-o", tmp_path / "copy.safetensors")
+    assert same(read_adapter(tmp_path / "copy.safetensors", TABLES), read_adapter(lora, TABLES))
+    run(capsys, "convert", lora, "--to", "comfyui", "--dtype", "bfloat16")
+    assert (tmp_path / "lora-comfyui.safetensors").is_file()
+
+
 def test_convert_splits_and_joins_experts(capsys, tmp_path):
     both = make_wan("lokr", stages=STAGES)
     path = write_adapter(tmp_path / "both.safetensors", both, "ai-toolkit-combined")
@@ -423,6 +434,8 @@ def test_check_counts_modules_and_sets_the_exit_code(capsys, lora, tmp_path):
     bare = write_adapter(tmp_path / "bare.safetensors", make_wan(), "bare")
     assert "does NOT load" in run(capsys, "check", bare, code=1)
     plain = write_adapter(tmp_path / "plain.safetensors", make_wan(), "diffusers")
+    assert "(wan, diffusers, stage unknown)" in run(capsys, "check", plain)
+    assert "stage      unknown" in run(capsys, "inspect", plain)
     run(capsys, "check", plain, "--stage", "low")
     run(capsys, "check", plain, "--for", "comfyui", code=1)
 
@@ -479,6 +492,8 @@ def test_check_explains_why_it_counts_more_modules_than_inspect(capsys, tmp_path
     path = write_adapter(tmp_path / "a.safetensors", Adapter(TABLES["flux"], layers), "kohya")
     assert run_json(capsys, "inspect", path)["num_modules"] == 2
     text = run(capsys, "check", path)
+    assert f"{path}: loads (flux, kohya)" in text, "flux has no experts"
+    assert "stage" not in run(capsys, "inspect", path)
     assert "diffusers: 4 of 4 modules" in text
     assert "the file has 2 modules; fused projections are counted here" in text
 

@@ -254,6 +254,18 @@ def test_latents_of_simpletuner_are_found_by_stem_and_by_digest(root, simpletune
     assert entry["tensors"]["latents"]["dtype"] == "F32", "as the run's own, so that batches mix"
 
 
+def test_a_file_that_is_named_by_a_digest_is_left_out_with_the_name_of_its_image(
+    root, simpletuner, built, capsys
+):
+    (entry,) = (simpletuner / "kept").iterdir()
+    latent = torch.load(entry, weights_only=True)
+    torch.save(-latent, entry)
+    found = answer(capsys, "import", root / "run.json", simpletuner / "kept")["left_out"]
+    image = sorted((built / "data").rglob("*.png"))[1].relative_to(built / "data")
+    assert found[str(entry)].startswith(f"{image}: it is from another encoder")
+    assert entry.name not in found[str(entry)]
+
+
 def test_digests_of_other_names_are_left_out(root, simpletuner, capsys):
     (known,) = (simpletuner / "kept").iterdir()
     other = known.rename(known.with_name(f"{hashlib.sha256(b'other').hexdigest()}.pt"))
@@ -289,7 +301,8 @@ def test_a_folder_in_two_datasets_is_matched_by_the_shape_of_the_latents(
         "its latents have shape (48, 6, 6), but tiny produces (48, 4, 4) for the dataset 'small' "
         "and (48, 8, 8) for the dataset 'large'"
     )
-    assert list(left_out.values()) == [why, why]
+    image = sorted((built / "data").rglob("*.png"))[1].name
+    assert list(left_out.values()) == [why, f"{image}: {why}"], "a digest does not name it"
     settings["datasets"][1]["resolution"] = 24
     path.write_text(json.dumps(settings))
     assert answer(capsys, "import", path, simpletuner)["left_out"] == {}

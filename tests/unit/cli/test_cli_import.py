@@ -53,8 +53,8 @@ def test_each_key_has_one_line(imported):
 
 
 def test_a_summary_names_what_is_not_supported(imported):
-    text = summarize(imported, "other.json")
-    assert "Not supported: aws_secret_access_key. Results go to out; --set output_dir=" in text
+    text = summarize(imported, "other.json", "out/x")
+    assert "Not supported: aws_secret_access_key. Results go to out/x; --set output_dir=" in text
     assert text.endswith("`gracetune import other.json` explains every key.")
 
 

@@ -6,6 +6,7 @@ import pytest
 from PIL import Image
 
 from gracetune.cli.main import main
+from gracetune.cli.train import load_rehearsal
 
 PAIR = {"prompt": "a dog", "width": 896, "height": 1152, "images": "data/0.png"}
 
@@ -46,7 +47,22 @@ def test_a_rehearsal_needs_nothing_that_the_run_needs(write, tmp_path, capsys):
     assert (run["train"]["batch_size"], run["adapter"]["rank"]) == (2, 4)
     assert "runs/rehearsal" in capsys.readouterr().out
     assert not (tmp_path / "runs/mine").exists()
-    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "cache").exists(), "the cache is in the folder of the rehearsal"
+    assert run["cache_config"]["persistent_cache"] is True
+
+
+def test_a_rehearsal_keeps_aspect_ratios_unless_they_are_too_wide_for_its_model(write):
+    name = write(
+        datasets=[
+            {"instance_data_dir": "data", "bucket_aspects": [0.2, 1.0, 5.0], "max_aspect": 5},
+            {"instance_data_dir": "data", "id": "narrow", "max_aspect": 1.5},
+            {"instance_data_dir": "data", "id": "square", "bucket_aspects": [1.0]},
+        ]
+    )
+    wide, narrow, square = load_rehearsal(name, []).run.datasets
+    assert (wide.max_aspect, narrow.max_aspect) == (3.0, 1.5)
+    assert wide.bucket_aspects == pytest.approx((1 / 3, 1.0, 3.0))
+    assert (square.bucket_aspects, narrow.bucket_aspects) == ((1.0,), None)
 
 
 def test_a_rehearsal_of_videos_says_what_can_be_checked(write, capsys):

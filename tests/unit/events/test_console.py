@@ -176,8 +176,8 @@ def test_a_stage_shows_its_speed() -> None:
     empty = StageProgress("staging", 1, 2, nbytes=0, total_nbytes=0, seconds=0.5)
     assert [stage_line(event) for event in (half, whole, files, empty)] == [
         "data       staging: 500 of 1,000 files, 250 files/s, 0.50 GB/s, eta 6.0s",
-        "data       staging: 9 of 9 files, 4 files/s, 0.50 GB/s",
-        "data       reading: 1 of 4 files, 0 files/s, eta 6.0s",
+        "data       staging: 9 of 9 files, 4.5 files/s, 0.50 GB/s",
+        "data       reading: 1 of 4 files, 0.5 files/s, eta 6.0s",
         "data       staging: 1 of 2 files, 2 files/s, eta 500ms",
     ]
 

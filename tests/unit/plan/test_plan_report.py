@@ -18,10 +18,9 @@ from gracetune.plan.result import ROLES
 from gracetune.plan.search import (
     Constraints,
     PlanBudget,
-    RunFileBatchPlan,
     SearchResult,
-    compare_with_run_file,
     find_best_plan,
+    keep_run_file_batch,
 )
 
 
@@ -128,37 +127,44 @@ def test_other_batches_are_compared() -> None:
     assert len(report) == len(others)
 
 
-def test_the_report_names_settings_for_another_batch() -> None:
+def test_the_report_shows_the_run_files_batch_and_suggests_a_faster_one() -> None:
     found, heading = planned(1200, samples=4)
     wishes = Constraints(samples=4, run_file_batch=4)
-    report = compare_with_run_file(found, build_model(8), FixedMemory(16), heading.budget, wishes)
-    written = report.as_written
-    assert written is not None
-    assert written.plan is not None
-    text = "\n".join(report_lines(report, heading))
+    report = keep_run_file_batch(found, build_model(8), FixedMemory(16), heading.budget, wishes)
+    lines = list(report_lines(report, heading))
     best = found.best
-    assert "keeps the run file's train.batch_size of 4" in text
-    assert describe(written.plan) in text
-    assert describe_speed(written.plan) in text
+    assert report.best.batch == 4 != best.batch
+    at = lines.index(f"plan: {describe(report.best)}")
     accumulated = f" and train.gradient_accumulation_steps to {best.accumulation}"
-    assert f"set train.batch_size to {best.batch}{accumulated};" in text
+    assert lines[at + 1 : at + 5] == [
+        f"      {describe_speed(report.best)}",
+        f"faster: {describe(best)}",
+        f"      {describe_speed(best)}",
+        f"      to train with it, set train.batch_size to {best.batch}{accumulated}; "
+        "a step has the same number of samples",
+    ]
     ramped = replace(heading, has_ramp=True)
     assert accumulated not in "\n".join(report_lines(report, ramped))
-    asked = json.loads(json.dumps(report_json(report, heading)))["as_written"]
-    assert (asked["batch"], asked["plan"]["batch"], asked["why"]) == (4, 4, "")
-    assert asked["set"] == {
+    faster = json.loads(json.dumps(report_json(report, heading)))["faster"]
+    assert faster["plan"]["batch"] == best.batch
+    assert faster["set"] == {
         "train.batch_size": best.batch,
         "train.gradient_accumulation_steps": best.accumulation,
     }
-    as_fast = replace(report, as_written=RunFileBatchPlan(4, found.best))
-    text = "\n".join(report_lines(as_fast, heading))
-    assert "which is as fast, so nothing needs to be changed" in text
-    assert "set train.batch_size" not in text
-    none = replace(report, as_written=RunFileBatchPlan(4, None, "too little."))
-    assert "nothing fits. too little." in "\n".join(report_lines(none, heading))
-    assert report_json(none, heading)["as_written"]["plan"] is None
-    assert report_json(found, heading)["as_written"] is None
-    assert "as written" not in "\n".join(report_lines(found, heading))
+    assert report_json(found, heading)["faster"] is None
+    assert "faster:" not in "\n".join(report_lines(found, heading))
+
+
+def test_the_report_says_that_the_run_files_batch_does_not_fit() -> None:
+    found, heading = planned(1200, samples=4)
+    report = replace(found, unfit_batch=4, why_unfit="too little.")
+    text = "\n".join(report_lines(report, heading))
+    assert "train.batch_size 4 does not fit: too little." in text.partition("plan: ")[0]
+    assert f"to train with this plan, set train.batch_size to {found.best.batch}" in text
+    unfit = json.loads(json.dumps(report_json(report, heading)))["does_not_fit"]
+    assert (unfit["batch"], unfit["why"]) == (4, "too little.")
+    assert unfit["set"]["train.batch_size"] == found.best.batch
+    assert report_json(found, heading)["does_not_fit"] is None
 
 
 def test_the_report_for_one_memory() -> None:

@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.plan.memory import FixedMemory
-from gracetune.plan.result import Bytes
+from gracetune.plan.result import Bytes, Plan
 from gracetune.plan.search import (
     Constraints,
     PlanBudget,
     PlanError,
+    SearchResult,
     candidates,
-    compare_with_run_file,
     evenly_spaced,
     find_best_plan,
+    keep_run_file_batch,
     smallest_candidate,
 )
 from gracetune.units import parse_bytes
@@ -209,26 +210,39 @@ def test_with_one_memory_candidates_move_nothing() -> None:
     )
 
 
-def test_the_run_files_batch_is_compared() -> None:
-    def compare(device: int, batch: int):
+def test_the_run_files_batch_is_kept() -> None:
+    def keep(device: int, batch: int):
         budget, constraints = (
             PlanBudget(device, PLENTY),
             Constraints(samples=4, run_file_batch=batch),
         )
         found = find_best_plan(MODEL, FIXED, budget, constraints, simulated=True)
-        return found, compare_with_run_file(found, MODEL, FIXED, budget, constraints)
+        return found, keep_run_file_batch(found, MODEL, FIXED, budget, constraints)
 
-    found, same = compare(1200, planned(1200, samples=4).best.batch)
+    found, same = keep(1200, planned(1200, samples=4).best.batch)
     assert same == found
     assert found.best.batch != 4
-    _, other = compare(1200, 4)
-    assert other.best == found.best
-    assert other.as_written is not None
-    assert other.as_written.plan == planned(1200, samples=4, batches=(4,)).best
-    _, none = compare(460, 4)
-    assert none.as_written is not None
-    assert none.as_written.plan is None
-    assert "too little" in none.as_written.why
+    _, kept = keep(1200, 4)
+    own = planned(1200, samples=4, batches=(4,))
+    assert (kept.best, kept.others) == (own.best, own.others)
+    assert kept.faster == found.best
+    few, unfit = keep(460, 4)
+    assert (unfit.best, unfit.unfit_batch) == (few.best, 4)
+    assert "too little" in unfit.why_unfit
+
+
+def test_a_batch_size_that_is_as_fast_is_not_suggested() -> None:
+    budget = PlanBudget(1200, PLENTY)
+    own = planned(1200, samples=4, batches=(4,)).best
+
+    def faster(gain: float) -> Plan | None:
+        seconds = replace(own.seconds, step=own.seconds.step / 2 / (1 + gain))
+        found = SearchResult(replace(own, batch=2, seconds=seconds), (), 1)
+        constraints = Constraints(4, run_file_batch=4)
+        return keep_run_file_batch(found, MODEL, FIXED, budget, constraints).faster
+
+    assert faster(gain=0.004) is None
+    assert faster(gain=0.006) is not None
 
 
 def test_constraints_are_respected() -> None:

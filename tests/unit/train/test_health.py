@@ -13,10 +13,18 @@ from gracetune.train.health import (
     Remedies,
     StallWatch,
     build_checks,
+    compare_timesteps,
     expected_train_section,
     timestep_shares,
 )
-from gracetune.train.health_checks import FINE, UNKNOWN, Finding, Measurements, RunFacts
+from gracetune.train.health_checks import (
+    FINE,
+    UNKNOWN,
+    Finding,
+    Measurements,
+    RunFacts,
+    TimestepShift,
+)
 
 NOW = Measurements(7)
 
@@ -215,6 +223,21 @@ def test_the_expected_timesteps_are_those_of_the_family():
     assert shares["t0.75-1.00"] == pytest.approx(0.5)  # sigmoid(z) > 0.5, shifted by 3
     assert expected_train_section(run, family("sdxl", "epsilon")) is None
     assert expected_train_section(run, family("of another package")) is None
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096, 16384])
+def test_the_rule_of_a_shift_is_not_compared_beyond_the_lengths_that_it_is_known_for(tokens):
+    """A VAE of scale 2 makes 16384 tokens of 512x512 pixels, where Flux's rule gives 25."""
+
+    def findings(**section):
+        run = RunFile.model_validate({"train": section})
+        drawn = compare_timesteps(run.train, expected_train_section(run, family("flux")), tokens)
+        return TimestepShift(RunFacts(1000, drawn_timesteps=drawn[0], expected_timesteps=drawn[1]))
+
+    first = Measurements(1, [SimpleNamespace(step=1)])
+    assert findings(timestep_shift=3.0).look(first) is FINE  # SimpleTuner's default
+    assert findings(timestep_shift="flux").look(first) is FINE
+    assert isinstance(findings(timestep_shift=12.0).look(first), Finding)
 
 
 def test_ranges_outside_of_the_timestep_window_are_not_expected():

@@ -385,21 +385,27 @@ def test_a_rise_must_be_clear_over_the_held_out_samples():
 EXPECTED = {"t0.00-0.25": 0.14, "t0.25-0.50": 0.36, "t0.50-0.75": 0.36, "t0.75-1.00": 0.14}
 
 
-def test_timesteps_from_other_ranges_are_a_wrong_shift():
-    facts = RunFacts(1000, expected_timesteps=EXPECTED, expected_shift="1.0", timestep_shift="12.0")
-    counts = {"t0.00-0.25": 0, "t0.25-0.50": 5, "t0.50-0.75": 35, "t0.75-1.00": 160}
-    drawn = {name: mean(1.0, count) if count else {"samples": 0} for name, count in counts.items()}
-    found = problem(TimestepShift(facts), Measurements(50, losses=parts(by_timestep=drawn)))
-    assert "only 2.5% of the drawn timesteps are in 0.25-0.50" in found.cause
-    assert "Set train.timestep_shift: 1.0 (it is 12.0)" in found.advice
+def test_timesteps_from_other_ranges_are_reported_at_the_first_step():
+    drawn = dict(zip(EXPECTED, (0.0, 0.025, 0.175, 0.8), strict=True))
+    facts = RunFacts(
+        1000,
+        drawn_timesteps=drawn,
+        expected_timesteps=EXPECTED,
+        expected_shift="1.0",
+        timestep_shift="12.0",
+    )
+    found = problem(TimestepShift(facts), Measurements(1, steps([1.0])))
+    assert "2.5% of them are in 0.25-0.50, where its settings draw 36%" in found.cause
+    assert "train.timestep_shift: 12.0 on purpose, there is nothing to do" in found.advice
+    assert "Otherwise set it to 1.0" in found.advice
 
 
-def test_expected_timesteps_are_fine_and_few_draws_tell_nothing():
-    facts = RunFacts(1000, expected_timesteps=EXPECTED)
-    drawn = {name: mean(1.0, round(200 * share)) for name, share in EXPECTED.items()}
-    assert TimestepShift(facts).look(Measurements(50, losses=parts(by_timestep=drawn))) is FINE
-    few = {"t0.75-1.00": mean(1.0, 20)}
-    assert TimestepShift(facts).look(Measurements(50, losses=parts(by_timestep=few))) is UNKNOWN
+def test_expected_timesteps_are_fine():
+    first = Measurements(1, steps([1.0]))
+    facts = RunFacts(1000, drawn_timesteps=EXPECTED, expected_timesteps=EXPECTED)
+    assert TimestepShift(facts).look(first) is FINE
+    assert TimestepShift(facts).look(Measurements(0)) is UNKNOWN
+    assert TimestepShift(RunFacts(1000)).look(first) is UNKNOWN
 
 
 def test_samples_that_show_nothing_are_found():

@@ -111,6 +111,12 @@ def test_a_run_validates_at_step_0_every_n_steps_and_at_the_end(tiny_run, record
     assert [e.step for e in recorder.of(Validated)] == [0, 2, 3]
 
 
+def test_the_validation_before_the_first_step_can_be_left_out(tiny_run, recorder):
+    section = {"every": 2, "sample_steps": 1, "prompts": ["one"], "at_start": False}
+    run_training(tiny_run(validation=section), sinks=[recorder])
+    assert [e.step for e in recorder.of(Validated)] == [2, 3]
+
+
 @pytest.fixture
 def sampling(monkeypatch):
     """Let given calls of sampling fail; call 0 belongs to step 0."""

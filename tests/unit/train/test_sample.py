@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,6 +149,33 @@ def test_the_trigger_word_of_the_run_fills_prompts(trained, tmp_path, capsys):
     capsys.readouterr()
     assert main(["sample", str(folder), *words, "--out", str(out)]) == 2
     assert "--prompt is 'a [trigger] cat', which contains [trigger]" in capsys.readouterr().err
+
+
+def test_samples_of_an_adapter_in_a_run_go_to_the_run(trained, monkeypatch):
+    folder, _ = trained
+    monkeypatch.chdir(folder.parent)
+    step = f"{folder.name}/adapters/step-000002"
+    (file,) = (folder / "adapters/step-000002").iterdir()
+    for texts in ([f"{step}/{file.name}"], [f"{step}:0.5"], [str(file), f"{step}/{file.name}"]):
+        for model in (None, "tiny"):
+            found = find_targets(texts, model, None, compare=False).folder
+            assert found.resolve() == folder / "samples"
+    assert find_targets([f"{step}/{file.name}"], None, None, compare=False).folder == Path(
+        folder.name, "samples"
+    ), "a relative path stays one"
+
+
+def test_the_warning_of_a_norm_in_another_precision_is_not_shown(trained, monkeypatch):
+    folder, validated = trained
+    original = Tiny.sample
+
+    def warning(family, request):
+        warnings.warn("Mismatch dtype between input and weight: input dtype = ...", stacklevel=1)
+        return original(family, request)
+
+    monkeypatch.setattr(Tiny, "sample", warning)
+    (found,) = sample(folder).values()
+    assert_equal(found, validated[3])
 
 
 def test_a_sampled_file_has_the_pixels_of_validation_and_its_settings(trained, tmp_path, capsys):

@@ -15,6 +15,7 @@ the result with ComfyUI's own functions.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import tempfile
 import warnings
@@ -131,6 +132,7 @@ class CheckReport:
     """Name of the key format, which is a tool's way to name the tensors in a file; None if the file
     mixes several."""
     stage: Stage | None
+    has_experts: bool
     algorithms: tuple[str, ...]
     ranks: tuple[int, ...]
     expected: int
@@ -240,6 +242,7 @@ def check_file(
         family=adapter.table.family,
         format=adapter.format,
         stage=stage,
+        has_experts=adapter.table.has_stages,
         algorithms=tuple(sorted({layer.algorithm for layer in layers.values()})),
         ranks=tuple(sorted({rank for layer in layers.values() if (rank := rank_of(layer))})),
         expected=len(expected),
@@ -428,16 +431,22 @@ def _is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
 @contextlib.contextmanager
 def _quiet_diffusers() -> Iterator[None]:
     """Silence diffusers' logs and warnings, because the check reports the same problems itself."""
-    from diffusers.utils import logging
+    from diffusers.utils import logging as diffusers_logging
 
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
+    def is_kept(record: logging.LogRecord) -> bool:  # image processors are imported, but not used
+        return "requires torchvision (not installed)" not in record.getMessage()
+
+    importer = logging.getLogger("transformers.utils.import_utils")
+    verbosity = diffusers_logging.get_verbosity()
+    diffusers_logging.set_verbosity(logging.CRITICAL)
+    importer.addFilter(is_kept)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(verbosity)
+        importer.removeFilter(is_kept)
+        diffusers_logging.set_verbosity(verbosity)
 
 
 # Placeholder models

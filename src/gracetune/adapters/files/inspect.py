@@ -53,6 +53,8 @@ class Inspection:
     stages: tuple[str, ...]
     """Transformers that the adapter changes, `high` for high noise and `low` for low noise; empty
     if neither the keys, the header nor the file's name tell."""
+    has_experts: bool
+    """True if the model family has a high-noise and a low-noise transformer."""
     stage_by: str
     """Source from which `stages`, the high-noise or low-noise transformer, is known: "its keys",
     "its header" or "its name"."""
@@ -100,6 +102,7 @@ def inspect(
         tools=tools,
         caution=caution,
         stages=stages_in_keys or ((stage,) if stage else ()),
+        has_experts=adapter.table.has_stages,
         stage_by="its keys" if stages_in_keys else stage_source,
         algorithms=_counts(
             layer.algorithm + (" + magnitudes (DoRA)" if layer.is_dora else "")

@@ -546,7 +546,6 @@ TRAIN_NOT_NEEDED: Mapping[str, str] = {
     "max_loss_debug": _USED_WITH.format("max_loss"),
 }
 TRAIN_UNSUPPORTED: Mapping[str, Unsupported] = {
-    "skip_first_sample": Unsupported("a run always validates before its first step"),
     "train_unet": Unsupported("the transformer or U-Net is always trained", (True,)),
     "train_text_encoder": Unsupported("text encoders are not trained"),
     "train_turbo": Unsupported(_TURBO),

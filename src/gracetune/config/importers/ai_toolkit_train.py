@@ -71,6 +71,7 @@ def import_train(job: Job, process: KeyReader) -> None:
     else:
         set_default(train, key, setting, value=True)
     copy_flag(train, "disable_sampling", "validation.every", 0)
+    copy_flag(train, "skip_first_sample", "validation.at_start", False)
     _import_loss_weights(job, train)
     if job.captions_unused:
         train.report("unload_text_encoder", "translated", CAPTIONS_UNUSED)

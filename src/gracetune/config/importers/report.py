@@ -229,14 +229,14 @@ def count_verdicts(imported: ImportedRun) -> str:
     return ", ".join(found) or "no keys"
 
 
-def summarize(imported: ImportedRun, name: str) -> str:
+def summarize(imported: ImportedRun, name: str, output_dir: str) -> str:
     """Return one sentence about an imported config for the log of a run; `name` is its file."""
     missing = [each.key for each in imported.keys if each.verdict == "not supported"]
     text = f"{name} is a config of {imported.tool}: {count_verdicts(imported)}"
     if missing:
         text += f". Not supported: {', '.join(missing)}"
     return (
-        f"{text}. Results go to {imported.run['output_dir']}; --set output_dir=DIR changes that. "
+        f"{text}. Results go to {output_dir}; --set output_dir=DIR changes that. "
         f"`gracetune import {name}` explains every key."
     )
 

@@ -330,7 +330,7 @@ def _import_trackers(config: KeyReader) -> None:
         config.not_needed("report_to", f"{shown}; list other trackers in logging.trackers")
     config.not_needed("report_to", shown)
     for key in TRACKER_NAMES:
-        config.not_needed(key, "report_to names no tracker that gracetune has")
+        config.not_needed(key, "report_to has no wandb, trackio or mlflow, which would show it")
 
 
 def _import_clipping(config: KeyReader) -> None:
@@ -346,8 +346,8 @@ def _import_clipping(config: KeyReader) -> None:
         config.imported.default("train.max_grad_norm", 2.0, "max_grad_norm is 2.0")
         return
     ours = (
-        "gracetune clips the norm of all gradients at 1, which suits most runs; "
-        "train.max_grad_norm changes it, and 0 turns it off"
+        "gracetune clips the norm of all gradients at 1, so that a spike of the loss cannot undo "
+        "training. train.max_grad_norm: 0 turns it off, which is closest to SimpleTuner"
     )
     config.not_supported("grad_clip_method", f"SimpleTuner clips each element; {ours}")
     theirs = "SimpleTuner limits each element to it, which hardly ever changes a gradient"
@@ -416,6 +416,7 @@ def _import_schedule(config: KeyReader, optimizer: SimpleTunerOptimizer) -> None
     """Translate the learning-rate schedule, after the number of steps is known."""
     imported = config.imported
     name = str(config.peek("lr_scheduler")).lower()
+    power = 0.8 if is_off(config.peek("lr_power")) else config.peek("lr_power")
     schedules = {
         "constant": ("constant", ""),
         "constant_with_warmup": ("constant", ""),
@@ -424,7 +425,10 @@ def _import_schedule(config: KeyReader, optimizer: SimpleTunerOptimizer) -> None
         "cosine_with_warmup": ("cosine", "it falls once, over the whole run"),
         "cosine_with_restarts": ("cosine", "there are no restarts"),
         "sine": ("cosine", "it falls once, over the whole run"),
-        "polynomial": ("linear", "the closest schedule; a power of 1 instead of lr_power"),
+        "polynomial": (
+            "linear",
+            f"the closest schedule; its power is 1, that of SimpleTuner {power}",
+        ),
     }
     schedule, why = schedules.get(name, ("constant", ""))
     steps = as_number(imported.get("train.max_train_steps")) or math.inf
@@ -572,6 +576,10 @@ def _import_validation(config: KeyReader, files: SimpleTunerFiles) -> None:
         config.not_needed("num_validation_images", "each prompt has one sample")
     config.take("validation_guidance", "validation.guidance")
     config.take("validation_num_inference_steps", "validation.sample_steps")
+    prompts, seed = imported.get("validation.prompts"), as_int(config.peek("validation_seed"))
+    if isinstance(prompts, list) and len(prompts) > 1 and seed is not None:
+        why = "for the first prompt; each further one has the next number, not the same one"
+        config.translate("validation_seed", "validation.seed", seed, why)
     config.take("validation_seed", "validation.seed")
     frames = as_number(config.peek("validation_num_video_frames"))
     if frames:
@@ -601,6 +609,15 @@ def _import_validation_interval(config: KeyReader) -> None:
     if needs_image:
         imported.default("validation.every", 0, NEEDS_IMAGES)
     imported.default("validation.every", 100, "validation_step_interval is 100")
+    if imported.get("validation.every") == 0:
+        config.not_needed("disable_benchmark", "there are no scheduled validations")
+        config.not_needed("validation_on_startup", "there are no scheduled validations")
+    elif as_bool(config.peek("validation_on_startup")):
+        config.not_needed("disable_benchmark", "validation_on_startup is true")
+    elif as_bool(config.peek("disable_benchmark")):
+        config.translate("disable_benchmark", "validation.at_start", False)
+    for key in ("disable_benchmark", "validation_on_startup"):
+        config.not_needed(key, "a run validates before its first step")
 
 
 def _import_validation_prompts(config: KeyReader, files: SimpleTunerFiles) -> None:
@@ -613,7 +630,7 @@ def _import_validation_prompts(config: KeyReader, files: SimpleTunerFiles) -> No
         prompts += _import_prompts(config.imported, files.prompts_name, files.prompts)
         for key in ("user_prompt_library", "validation_prompt_library"):
             if str(config.peek(key)).endswith(".json"):
-                text = "validation.prompts has its prompts"
+                text = "validation.prompts has its prompts, without their short names"
                 config.report(key, "translated", text, "validation.prompts")
     fix = "the file was not found; name its prompts in validation.prompts"
     not_supported_unless_off(config, "user_prompt_library", fix)

@@ -474,7 +474,9 @@ class _Dataset:
     def size(self) -> None:
         """Translate the resolution and the limits of size and aspect ratio."""
         kind = str(self.value("resolution_type"))
-        self.put("resolution_type", "resolution_type", "edge" if kind == "pixel" else "area")
+        pixels = "the resolution is an edge in pixels, also with `area`"
+        ours, why = ("edge", "") if kind == "pixel" else ("area", pixels)
+        self.put("resolution_type", "resolution_type", ours, why)
         self.put("resolution", "resolution", _edge(self.value("resolution"), kind))
         alignment = as_number(self.value("aspect_bucket_alignment"))
         if alignment and alignment != ALIGNMENT:
@@ -514,8 +516,8 @@ class _Dataset:
         for key in keys:
             if not as_bool(reader.peek("crop")):
                 reader.not_needed(key, "samples are always resized to their bucket")
-            elif is_closer and key == keys[1]:
-                self.not_supported(key, CLOSER_CROPS)
+            elif is_closer:
+                self.not_supported(key, CLOSER_CROPS if key == keys[1] else f"see {keys[1]}")
             else:
                 reader.not_needed(key, "samples are resized to their bucket before cropping")
 

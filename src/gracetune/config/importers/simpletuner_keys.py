@@ -299,10 +299,9 @@ NOT_NEEDED: Mapping[str, str] = {
         "enable_xformers_memory_efficient_attention",
         f"{_SPEED}; `plan.compile` and `model.attention_mechanism` are `auto` here",
     ),
-    "attention_mechanism": "`auto` measures the attention backends and uses the fastest",
+    "attention_mechanism": "`auto` measures the attention backends and uses the fastest; "
+    "model.attention_mechanism: sdpa is SimpleTuner's `diffusers`",
     "benchmark_base_model": "gracetune validates before the first step, and repeats no benchmark",
-    "disable_benchmark": "gracetune validates before the first step, and repeats no benchmark",
-    "validation_on_startup": "a run always validates before its first step",
     "logging_dir": "logs are written into output_dir",
     "lora_format": "`gracetune adapter convert` writes the other formats",
     "lora_init_type": "adapters start at zero output, as with `default`",
@@ -532,8 +531,9 @@ TRANSLATED_KEYS = frozenset(
         "validation_prompt user_prompt_library validation_negative_prompt validation_guidance "
         "validation_num_inference_steps validation_seed validation_resolution validation_steps "
         "validation_step_interval validation_disable validation_disable_unconditional "
-        "validation_num_video_frames caption_dropout_probability resolution resolution_type "
-        "minimum_image_size maximum_image_size target_downsample_size aspect_bucket_alignment "
+        "disable_benchmark validation_on_startup validation_num_video_frames "
+        "caption_dropout_probability resolution resolution_type minimum_image_size "
+        "maximum_image_size target_downsample_size aspect_bucket_alignment "
         "caption_strategy instance_prompt prepend_instance_prompt controlnet control "
         "distillation_method flux_guidance_value disable_assistant_lora cache_config "
         "gh200_optimizations use_gh200_trainer fsdp_enable fsdp_version fsdp_reshard_after_forward "

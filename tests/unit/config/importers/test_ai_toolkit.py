@@ -568,3 +568,9 @@ def test_reference_images_of_samples():
     assert "ctrl_img" in line(imported, "sample.prompts").text
     without = import_changed({"sample.samples": samples})
     assert line(without, "sample.samples.0.ctrl_img").verdict == "not supported"
+
+
+def test_the_first_sample_can_be_skipped():
+    imported = import_changed({"train.skip_first_sample": True})
+    assert setting(imported, "validation.at_start") is False
+    assert line(imported, "train.skip_first_sample").verdict == "translated"

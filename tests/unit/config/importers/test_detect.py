@@ -103,8 +103,9 @@ def test_the_output_folder_of_a_config_can_still_be_chosen(tmp_path):
     loaded = load_run_file(path, [], {})
     assert loaded.run.output_dir == "runs/out"
     assert "Results go to runs/out; --set output_dir=DIR" in loaded.notices[0]
-    chosen = load_run_file(path, [f"output_dir={tmp_path / 'out'}"], {}).run
-    assert chosen.output_dir == str(tmp_path / "out")
+    chosen = load_run_file(path, [f"output_dir={tmp_path / 'out'}"], {})
+    assert chosen.run.output_dir == str(tmp_path / "out")
+    assert f"Results go to {tmp_path / 'out'};" in chosen.notices[0]
     (line,) = [each for each in import_files([path]).keys if each.key == "output_dir"]
     assert line.text == 'output_dir is "runs/out": SimpleTuner\'s folder is not changed'
 

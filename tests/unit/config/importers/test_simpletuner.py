@@ -118,6 +118,16 @@ def verdicts(imported):
         ({"validation_resolution": "512"}, {"validation.height": 512}),
         ({"validation_resolution": "1.0"}, {"validation.height": 1024}),
         ({"validation_disable": True, "validation_steps": 9}, {"validation.every": 0}),
+        ({"disable_benchmark": True}, {"validation.at_start": False}),
+        ({"disable_benchmark": False}, {"validation.at_start": MISSING}),
+        (
+            {"disable_benchmark": True, "validation_on_startup": True},
+            {"validation.at_start": MISSING},
+        ),
+        (
+            {"disable_benchmark": True, "validation_disable": True},
+            {"validation.at_start": MISSING},
+        ),
         (
             {"report_to": "tensorboard,wandb", "tracker_run_name": "one"},
             {
@@ -475,7 +485,7 @@ def test_sizes_before_cropping_are_explained(convert):
     keys = ("maximum_image_size", "target_downsample_size")
     large, equal = {keys[0]: 1536, keys[1]: 1024}, {keys[0]: 1536, keys[1]: 512}
     found = verdicts(convert({"crop": True} | large))
-    assert found[f"0.{keys[0]}"][0] == "not needed"
+    assert found[f"0.{keys[0]}"] == ("not supported", "see target_downsample_size")
     verdict, text = found[f"0.{keys[1]}"]
     assert verdict == "not supported"
     assert "here an image is shrunk until the crop just fits" in text
@@ -484,7 +494,7 @@ def test_sizes_before_cropping_are_explained(convert):
         found = verdicts(convert(dataset))
         assert {found[f"0.{key}"][0] for key in keys if key in dataset} == {"not needed"}
     found = verdicts(convert({"crop": True}, **large))
-    assert [found[key][0] for key in keys] == ["not needed", "not supported"]
+    assert [found[key][0] for key in keys] == ["not supported", "not supported"]
     found = verdicts(convert({"crop": False}, **large))
     assert {found[key][0] for key in keys} == {"not needed"}
 
@@ -513,7 +523,8 @@ def test_the_report_says_what_differs_and_what_to_do(convert):
         )
     )
     assert found["max_grad_norm"][0] == "not supported"
-    assert "which suits most runs; train.max_grad_norm changes it" in found["max_grad_norm"][1]
+    assert "so that a spike of the loss cannot undo training" in found["max_grad_norm"][1]
+    assert "max_grad_norm: 0 turns it off, which is closest" in found["max_grad_norm"][1]
     assert "its state is in fp32 instead of bf16" in found["optimizer"][1]
     assert found["webhook_config"][0] == "not supported"
     assert "logging.webhooks" in found["webhook_config"][1]
@@ -524,3 +535,31 @@ def test_the_report_says_what_differs_and_what_to_do(convert):
     assert found["model_family"][1].endswith("Wan 2.1 and 2.2; model.path decides which")
     found = verdicts(convert(offset_noise=True))
     assert found["offset_noise"][1].endswith("left out; there is nothing to do")
+
+
+def test_the_report_says_what_words_and_numbers_mean_here(convert):
+    library = {"beach": "a cat on a beach", "forest": "a cat in a forest"}
+    found = verdicts(
+        convert(
+            {"resolution_type": "pixel_area"},
+            files={"prompts.json": library},
+            lr_scheduler="polynomial",
+            report_to="tensorboard",
+            tracker_run_name="first",
+            user_prompt_library="prompts.json",
+            validation_seed=42,
+            attention_mechanism="diffusers",
+        )
+    )
+    text = {key: report[1] for key, report in found.items()}
+    assert "the resolution is an edge in pixels, also with `area`" in text["0.resolution_type"]
+    assert text["lr_scheduler"].endswith("its power is 1, that of SimpleTuner 0.8")
+    assert text["report_to"] == "TensorBoard files are written"
+    assert text["tracker_run_name"].startswith("report_to has no wandb, trackio or mlflow")
+    assert text["user_prompt_library"].endswith("without their short names")
+    assert found["validation_seed"][0] == "translated"
+    assert "each further one has the next number, not the same one" in text["validation_seed"]
+    assert "sdpa is SimpleTuner's `diffusers`" in text["attention_mechanism"]
+    one = verdicts(convert(validation_prompt="a cat", validation_seed=42))
+    assert one["validation_seed"][0] == "taken"
+    assert "2.5" in verdicts(convert(lr_scheduler="polynomial", lr_power=2.5))["lr_scheduler"][1]
