@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.files.check_loading import LayerShapes
+    from gracetune.adapters.files.placeholder_models import LayerShapes
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import Config, SampleShape
 

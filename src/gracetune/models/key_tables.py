@@ -14,8 +14,8 @@ from gracetune.adapters.files.keys import FusedProjection, PipelineSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gracetune.adapters.files.check_loading import LayerShapes
     from gracetune.adapters.files.keys import Naming
+    from gracetune.adapters.files.placeholder_models import LayerShapes
 
     ComfyuiPrefixes = tuple[tuple[str, str, Naming], ...]
 

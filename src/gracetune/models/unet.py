@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gracetune.adapters.files.check_loading import LayerShapes
+    from gracetune.adapters.files.placeholder_models import LayerShapes
     from gracetune.models.family import Config, Forward, SampleShape
     from gracetune.models.key_tables import ComfyuiPrefixes
 

@@ -6,12 +6,8 @@ import pytest
 from adapter_examples import TABLES
 from transformers.utils import import_utils
 
-from gracetune.adapters.files.check_loading import (
-    _quiet_diffusers,
-    comfyui_key_map,
-    count_blocks,
-    simulate_comfyui,
-)
+from gracetune.adapters.files.check_loading import comfyui_key_map, simulate_comfyui
+from gracetune.adapters.files.placeholder_models import count_blocks, quiet_diffusers
 
 WAN = comfyui_key_map(TABLES["wan"], {"blocks": 2})
 FLUX = comfyui_key_map(TABLES["flux"], {"transformer_blocks": 1, "single_transformer_blocks": 1})
@@ -116,7 +112,7 @@ def test_only_the_missing_image_processor_is_not_mentioned() -> None:
     note = "`CLIPImageProcessor` requires torchvision (not installed); falling back"
     import_utils.logger.addHandler(handler)
     try:
-        with _quiet_diffusers():
+        with quiet_diffusers():
             import_utils.logger.error(note)
             import_utils.logger.error("something else")
         import_utils.logger.error(f"later: {note}")

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from gracetune.adapters.files.check_loading import LayerShapes
+    from gracetune.adapters.files.placeholder_models import LayerShapes
 
 Naming = Literal["original", "diffusers", "mixed"]
 """Origin of module names: the checkpoint of the model's authors, diffusers, or ai-toolkit's old
