@@ -25,7 +25,8 @@ from demo_curve import REHEARSED_SETTINGS, write_demo_model
 from gracetune.config.load import load_run_file
 from gracetune.data.batch_order import Loader
 from gracetune.events.run_control import RunControl
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.run import SignalHandler
 from gracetune.train.step import TrainProgress, losses_given_noise, mark_last, train_step
 

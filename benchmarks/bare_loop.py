@@ -23,7 +23,8 @@ from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import StepDone
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.loop import train_loop
 from gracetune.train.run import SignalHandler, open_trackers
 from gracetune.train.step import TrainProgress

@@ -25,7 +25,8 @@ from gracetune.data.batch_order import Loader
 from gracetune.data.demo_dataset import draw, training_combinations
 from gracetune.data.sample import Batch, Sample
 from gracetune.events.run_control import RunControl
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.loop import train_loop
 from gracetune.train.run import SignalHandler
 from gracetune.train.step import TrainProgress, mark_last, train_step

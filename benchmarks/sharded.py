@@ -34,7 +34,8 @@ from gracetune.events.log import JsonlLog
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import StepDone
 from gracetune.models.family import load_family
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.loop import train_loop
 from gracetune.train.run import SignalHandler
 from gracetune.train.step import TrainProgress

@@ -44,7 +44,8 @@ from gracetune.events.run_control import RunControl
 from gracetune.events.types import Notice, StageProgress, StepDone, Validated
 from gracetune.models import pipeline_folder
 from gracetune.plan.report import describe
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.loop import train_loop
 from gracetune.train.run import SignalHandler
 from gracetune.train.step import TrainProgress

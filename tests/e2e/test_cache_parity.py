@@ -16,7 +16,8 @@ from gracetune.data.pipeline import SOME_TEXTS
 from gracetune.data.sample import Batch
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import BatchesFed, StepDone
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.loop import train_loop
 from gracetune.train.run import SignalHandler, run_training
 from gracetune.train.step import TrainProgress

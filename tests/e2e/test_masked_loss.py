@@ -18,7 +18,8 @@ from gracetune.errors import CheckpointError, ConfigError
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import StepDone, Validated
 from gracetune.models.tiny import load
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.loop import train_loop
 from gracetune.train.run import SignalHandler, run_training
 from gracetune.train.step import TrainProgress, batch_losses

@@ -20,7 +20,8 @@ from gracetune.config.load import load_run_file
 from gracetune.events.run_control import RunControl
 from gracetune.models.family import transformers_of
 from gracetune.train import checkpoint
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.run import SignalHandler, run_training
 
 STEPS, HALF = 6, 3

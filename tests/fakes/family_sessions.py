@@ -22,7 +22,8 @@ from gracetune.plan.apply import PlanLayout, apply_plan
 from gracetune.plan.cost import CostModel
 from gracetune.plan.planner_input import PlanProblem
 from gracetune.plan.result import BlockPlan
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.run import SignalHandler
 
 CASES = {name: small for name, small in MINIATURES.items() if small.family} | {

@@ -21,7 +21,8 @@ from gracetune.models.attention_backends import (
     time_attention,
 )
 from gracetune.plan.planner_input import PlanProblem
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.run import SignalHandler, run_training
 from gracetune.units import parse_bytes
 

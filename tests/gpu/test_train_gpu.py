@@ -9,7 +9,8 @@ from sync_checks import assert_steps_never_sync
 
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import MemoryUsed, StepDone
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.run import SignalHandler, run_training
 
 pytestmark = pytest.mark.gpu

@@ -69,7 +69,8 @@ def _check(run_file: RunFile, num_blocks: int | None) -> GradientReport | None:
     from gracetune.distributed.ranks import connect_ranks
     from gracetune.events.console import console_sink
     from gracetune.events.run_control import RunControl, reserve_folder
-    from gracetune.train.build import build_session, start_accelerator
+    from gracetune.train.accelerator import start_accelerator
+    from gracetune.train.build import build_session
     from gracetune.train.gradient_check import check_gradients
     from gracetune.train.run import SignalHandler, check_writable
 

@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     shown = tuple(_without_replaced(one, args) for one in shown)
     from gracetune.events.console import LABEL_WIDTH, labelled, notice_lines
     from gracetune.events.types import Notice
-    from gracetune.train.build import start_accelerator
+    from gracetune.train.accelerator import start_accelerator
     from gracetune.train.prompts import SettingNames
     from gracetune.train.sample import sample_all
 

@@ -45,7 +45,8 @@ from gracetune.events.types import (
 from gracetune.memory.sensors import MachineSensors
 from gracetune.optim.registry import SCHEDULE_DEPENDS_ON_LENGTH
 from gracetune.train import checkpoint
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.checkpoint import ADAPTERS_FOLDER, CHECKPOINT_FOLDER
 from gracetune.train.export import find_result, result_folder
 from gracetune.train.last_seen import LastSeen, explain_previous_end, recording_crashes

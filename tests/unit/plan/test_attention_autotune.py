@@ -18,7 +18,8 @@ from gracetune.plan.attention_autotune import (
     read_choice,
     record_calls,
 )
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.prepare_model import attention_shapes_key, one_batch_per_bucket
 from gracetune.train.run import SignalHandler
 

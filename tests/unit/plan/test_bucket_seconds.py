@@ -26,7 +26,8 @@ from gracetune.plan.machines import NO_LAUNCH_COSTS
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.planner import PlannerInputs, plan_run
 from gracetune.plan.search import predict
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.managed_overflow import NoManagedRun
 from gracetune.train.run import SignalHandler
 

@@ -29,7 +29,8 @@ from gracetune.plan import planner
 from gracetune.plan.machines import TYPICAL_LAUNCH_COSTS
 from gracetune.plan.planner_input import PlanProblem
 from gracetune.train import fp8_calibration, objective
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.prepare_model import idle_plan_notice, reason_unplanned, unplanned_notice
 from gracetune.train.run import SignalHandler, run_training
 from gracetune.units import MIB

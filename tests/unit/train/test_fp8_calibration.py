@@ -14,7 +14,8 @@ from gracetune.distributed.ranks import RankGroup
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import Notice
 from gracetune.train import fp8_calibration
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.fp8_calibration import (
     calibration_batch_size,
     convert_frozen_layers,

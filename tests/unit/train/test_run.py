@@ -30,7 +30,7 @@ from gracetune.events.types import (
 from gracetune.models.family import load_family
 from gracetune.plan.controller import PlanController
 from gracetune.train import checkpoint, validate
-from gracetune.train.build import resolve_precision, start_accelerator
+from gracetune.train.accelerator import resolve_precision, start_accelerator
 from gracetune.train.loop import GC_FREEZE_STEPS
 from gracetune.train.preflight import check_before_torch
 from gracetune.train.run import (

@@ -17,7 +17,7 @@ from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.types import Notice
 from gracetune.models.tiny import Tiny
 from gracetune.train import validate
-from gracetune.train.build import start_accelerator
+from gracetune.train.accelerator import start_accelerator
 from gracetune.train.checkpoint import ADAPTERS_FOLDER, CHECKPOINT_FOLDER
 from gracetune.train.prompts import dataset_defaults, plan_prompts
 from gracetune.train.run import run_training

@@ -16,7 +16,8 @@ from gracetune.optim.offloaded_state import ManagedState
 from gracetune.plan.kernel_recorder import KernelRecorder
 from gracetune.plan.launch_overhead import equivalent_ops
 from gracetune.plan.trace import STEP_OPS
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.run import SignalHandler
 from gracetune.train.step import (
     Ema,

@@ -11,7 +11,8 @@ from PIL import Image
 from gracetune.events.run_control import RunControl
 from gracetune.models.family import GeneratedSample
 from gracetune.train import validate as validate_module
-from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.accelerator import start_accelerator
+from gracetune.train.build import build_session
 from gracetune.train.run import SignalHandler
 from gracetune.train.validate import (
     ValidationWriteError,
