@@ -272,7 +272,7 @@ def keep_run_file_batch(
         return result
     constraints = replace(constraints, batches=(batch,))
     try:
-        written = find_best_plan(model, fixed, budget, constraints, best.simulated, only_best=True)
+        written = find_best_plan(model, fixed, budget, constraints, best.simulated)
     except PlanError as error:
         return replace(result, unfit_batch=batch, why_unfit=str(error))
     is_faster = best.samples_per_second > (1 + TIE_MARGIN) * written.best.samples_per_second

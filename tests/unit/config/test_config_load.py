@@ -89,7 +89,7 @@ def test_unreadable_files_are_refused(tmp_path):
     assert "cannot be read" in refusal(load_run_file, "\0.json")
     with (tmp_path / "large.json").open("wb") as large:
         large.truncate(17 * 1024**2)
-    assert "so not a run file" in refusal(load_run_file, tmp_path / "large.json")
+    assert "so it is not a run file" in refusal(load_run_file, tmp_path / "large.json")
 
 
 @pytest.mark.parametrize(
