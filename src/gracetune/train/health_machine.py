@@ -126,9 +126,11 @@ class SlowDown:
             return FINE
         phase, extra = self._grown(measured.times)
         where = f", mostly in {phase} (+{format_seconds(extra)} per step)" if phase else ""
-        start = "after the run was resumed" if self._start_step else "at the start of the run"
+        slower = "times as long as at the start of the run"
+        if self._start_step:
+            slower = "times as long as after the run was resumed"
         return Finding(
-            f"steps take {now / before:.1f} times as long as {start}"
+            f"steps take {now / before:.1f} {slower}"
             f" ({format_seconds(now * samples)} instead of {format_seconds(before * samples)})"
             f"{where}",
             _SLOW_ADVICE.get(phase, _SLOW_ADVICE[""]),
