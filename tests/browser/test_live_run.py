@@ -267,6 +267,68 @@ def test_one_prompt_with_two_seeds_has_two_columns(tmp_path, open_page):
     assert "a fox (seed 41)" in page.locator("#panel-samples figcaption").inner_text()
 
 
+def test_a_resumed_run_counts_all_processes_and_its_losses_by_samples(tmp_path, open_page):
+    """Processes of 10 s and 7 s, and one that was killed 3 s after its start."""
+    started = {"event": "run_started", "model": "tiny", "total_steps": 6}
+    step = {"event": "step_done", "lr": 1.0, "seconds": 0.5, "accumulation": 1}
+    parts = {"event": "loss_parts", "by_dataset": {"data": {"loss": 1.0, "samples": 4}}}
+    ended = {"event": "run_ended", "status": "interrupted"}
+
+    def losses(at, number, **ranges):
+        by = {name: {"loss": loss, "samples": count} for name, (loss, count) in ranges.items()}
+        return parts | {"time": at, "step": number, "by_timestep": by}
+
+    found = [
+        started | {"time": 0.0, "start_step": 0},
+        *(step | {"time": n, "step": n, "loss": 7.0 - n, "samples": 4} for n in (1, 2)),
+        losses(2.0, 2, low=(5.0, 100), high=(3.0, 100)),
+        ended | {"time": 10.0, "step": 2, "seconds": 10.0},
+        started | {"time": 20.0, "start_step": 2},
+        step | {"time": 23.0, "step": 3, "loss": 4.0, "samples": 4},
+        losses(23.0, 3, low=(1.0, 1)),  # one step, and no sample of the other range
+        started | {"time": 30.0, "start_step": 3},
+        *(step | {"time": 30 + n, "step": n, "loss": 7.0 - n, "samples": n - 3} for n in (4, 5, 6)),
+        losses(36.0, 6, low=(4.9, 100), high=(2.9, 100)),
+        ended | {"time": 37.0, "step": 6, "seconds": 7.0, "status": "done"},
+    ]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
+    page = open_page(report_of(folder))
+    assert page.locator("td[data-label=Time]").inner_text() == "20 s in 3 parts"
+    speed = page.locator("td[data-label=Speed]").inner_text()
+    assert speed == page.locator("#panel-throughput .value").inner_text().replace(
+        "/s", " samples/s"
+    )
+    assert page.locator("#panel-loss-datasets .why").inner_text() == "The run has one dataset."
+    plot = page.locator("#panel-loss-timesteps .plot")
+    plot.focus()
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    text = page.locator("#announce").inner_text()
+    low, high = (float(part.split()[-1]) for part in text.partition(": ")[2].split(", ")[::-1])
+    assert low > 4.8, text
+    assert 2.9 < high < 3.0, text
+    smoothed = float(page.locator("#panel-loss .key", has_text="smoothed").inner_text().split()[-1])
+    assert 1.0 < smoothed < 6.0
+
+
+def test_a_falling_loss_is_smoothed_without_a_lag(tmp_path, open_page):
+    step = {"event": "step_done", "lr": 1.0, "seconds": 0.5, "samples": 4}
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rows = [step | {"time": n, "step": n, "loss": 10.0 - n / 100} for n in range(1, 802)]
+    (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    page = open_page(report_of(folder))
+    page.locator("#panel-loss .plot").focus()
+    page.keyboard.press("Home")
+    for _ in range(400):
+        page.keyboard.press("ArrowRight")
+    text = page.locator("#announce").inner_text()
+    raw, smoothed = (float(part.split()[-1]) for part in text.partition(": ")[2].split(", "))
+    assert smoothed == pytest.approx(raw, abs=0.01), text
+
+
 def test_a_skipped_batch_does_not_read_as_a_run_that_stops(tmp_path, open_page):
     skipped = {"event": "batch_skipped", "time": 2.5, "step": 2, "loss": "nan", "samples": []}
     for name, records in (("skipped", [skipped]), ("not", [])):

@@ -6,6 +6,8 @@ Throttling is planted at the sensors; all other faults are real. Those that take
 import json
 import os
 import shutil
+import signal
+import statistics
 import sys
 from pathlib import Path
 
@@ -23,9 +25,18 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from gracetune.config.load import load_run_file
-from gracetune.errors import DataError, RunFailedError
-from gracetune.events.types import HealthChanged, HeldOutLoss, LossParts, StepDone, StepTimes
+from gracetune.errors import DataError, InterruptedRunError, RunFailedError
+from gracetune.events.types import (
+    HealthChanged,
+    HeldOutLoss,
+    LossParts,
+    StepDone,
+    StepTimes,
+    WeightsMoved,
+)
 from gracetune.memory.sensors import SensorReading
+from gracetune.train.health import HealthMonitor
+from gracetune.train.health_checks import LearningRateHigh
 from gracetune.train.run import run_training
 
 EVERY_STEP = {"interval_s": 0.0}
@@ -92,6 +103,45 @@ def test_a_learning_rate_that_is_too_high(train):
     event = found["learning_rate_high"][0]
     assert "the learning rate is too high" in event.cause
     assert "optimizer.lr is 0.3" in event.advice
+
+
+class StopAt:
+    """An event sink that ends the run after a step, as Ctrl-C does."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def handle(self, event):
+        if isinstance(event, StepDone) and event.step == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+    def close(self):
+        pass
+
+
+def test_a_resumed_run_judges_as_one_that_was_not_interrupted(tiny_run, recorder, monkeypatch):
+    """Its adapter has moved far, and its loss had fallen before the interruption."""
+    remembered, remember = [], HealthMonitor.remember
+    monkeypatch.setattr(
+        HealthMonitor,
+        "remember",
+        lambda monitor, earlier: remember(monitor, remembered.extend(earlier) or remembered),
+    )
+    attention = ["attn.*", "ff.*", "ff_context.*", "context_embedder", "proj_out"]
+    targets = [*attention, "norm1.linear", "norm1_context.linear", "norm_out.linear"]
+    lora, steps = {"rank": 32, "targets": targets}, {"max_train_steps": 120}
+    run = tiny_run(adapter=lora, train=steps, optimizer={"lr": 0.008})
+    with pytest.raises(InterruptedRunError):
+        run_training(run, sinks=[recorder, StopAt(80)], telemetry=EVERY_STEP)
+    (*_, at_stop) = recorder.of(WeightsMoved)
+    assert at_stop.step == 80
+    assert statistics.median(at_stop.blocks.values()) > LearningRateHigh.FAR
+
+    run_training(run, sinks=[recorder], telemetry=EVERY_STEP)
+    found = {event.check for event in recorder.of(HealthChanged)}
+    assert not found - OF_THE_MACHINE
+    assert [one.step for seen in remembered for one in seen.steps] == list(range(1, 81))
+    assert [one.moved for one in remembered if one.moved is not None][-1] == at_stop
 
 
 def test_a_learning_rate_that_makes_training_diverge(train, recorder):

@@ -402,7 +402,7 @@ def _with_data(request: RunRequest, report: DatasetReport, pair: Pair) -> RunReq
         text = caption_orders(text, words, "")[0]
         if text and len(text.split()) <= MAX_PROMPT_WORDS:
             texts.setdefault(text, sample.key)
-    chosen = tuple(texts)[:2]
+    chosen = _unlike(list(texts))
     controls: tuple[str, ...] = ()
     if pair.control is not None:
         by_stem = {str(PurePosixPath(n).with_suffix("")): n for n in walk(pair.control)}
@@ -424,6 +424,15 @@ def _with_data(request: RunRequest, report: DatasetReport, pair: Pair) -> RunReq
         control_folder=None if pair.control is None else str(pair.control),
         control_images=controls,
     )
+
+
+def _unlike(texts: Sequence[str]) -> tuple[str, ...]:
+    """Return the first text and the one that has the fewest words in common with it."""
+    if len(texts) < 2:
+        return tuple(texts)
+    first, *others = texts
+    words = set(first.lower().split())
+    return first, min(others, key=lambda text: len(words & set(text.lower().split())))
 
 
 def _most_reach(values: Sequence[float]) -> float:

@@ -28,14 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the output_dir of a run, or a folder with several",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("report.html"), help="the file to write"
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        help="the file to write; an earlier report is replaced, any other file is kept",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Read the runs, write the report and print its size."""
     from gracetune.dashboard.live_runs import LiveRuns
-    from gracetune.dashboard.report import write_report
+    from gracetune.dashboard.report import check_replaceable, write_report
     from gracetune.dashboard.run_folder import LOG_NAME, find_run_folders
 
     for folder in find_run_folders(args.run_folders):
@@ -44,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
                 f"{folder} has no {LOG_NAME}, so that there is nothing to report. Name the "
                 "output_dir of a run that has started."
             )
+    check_replaceable(args.output)
     runs = LiveRuns(args.run_folders)
     runs.read_all()
     text = write_report(list(runs.runs.values()))

@@ -550,7 +550,7 @@ def _train(request: RunRequest, size: SizePreset, schedule: _Schedule) -> list[S
     warmup = min(100, steps // 20)
     return [
         *settings,
-        Setting("train.checkpoint_every", schedule.interval, "each has the adapter so far"),
+        Setting("train.checkpoint_every", schedule.interval, "saves the adapter of this step, too"),
         Setting("optimizer.lr", preset.lr, "the usual rate for a LoRA of this family"),
         *(
             [Setting("optimizer.schedule", "cosine", "ends with small steps, for cleaner images")]

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 from gracetune.dashboard.series import dump_json
 from gracetune.dashboard.static_files import read_static
 from gracetune.dashboard.thumbnails import make_thumbnail
+from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from gracetune.dashboard.live_runs import LiveRun
     from gracetune.dashboard.run_folder import SampleSet
@@ -44,6 +46,9 @@ CLIPS_NBYTES = 12 * 1024 * 1024
 EDGES = ((60, 512), (240, 288))
 """Up to this number of samples -> longest edge of an image in pixels."""
 SMALLEST_EDGE = 160
+TITLE = "<title>gracetune report</title>"
+HEAD_NBYTES = 4096
+"""Bytes at the start of a report that contain its title."""
 CLIP_TYPES = {"video": "video/mp4", "audio": "audio/wav"}
 
 _IMPORT = re.compile(r"^import [^;]+;\n", re.MULTILINE)
@@ -99,6 +104,20 @@ def write_report(runs: Sequence[LiveRun]) -> str:
     return build_html(dump_json(data))
 
 
+def check_replaceable(path: Path) -> None:
+    """Raise if a file exists that is not a report, and that a report would overwrite."""
+    if not path.exists():
+        return
+    if path.is_file():
+        with path.open("rb") as file:
+            if TITLE.encode() in file.read(HEAD_NBYTES):
+                return
+    raise ConfigError(
+        f"--output is {str(path)!r}, which exists and is not a report of gracetune. Name another "
+        "file, or move that one away."
+    )
+
+
 def choose_sets(sets: Sequence[SampleSet]) -> list[SampleSet]:
     """Return validations for a report: the first, the last, and others evenly between them."""
     count = min(len(sets), MAX_SETS)
@@ -149,7 +168,7 @@ def build_html(data: str) -> str:
             '<meta name="referrer" content="no-referrer">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
-            "<title>gracetune report</title>",
+            TITLE,
             f"<!-- uPlot, which is part of this file:\n{licence}\n-->",
             f"<style>{style}</style>",
             f"<script>{scripts[0]}</script>",

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from gracetune.data.buckets import BucketPlan
     from gracetune.data.sample import Sample, Size
 
+MIN_FACTOR = 1.1
+"""Factor from which enlarging an image makes it visibly softer. Images of the usual sizes are a few
+percent smaller than their bucket, which does not matter."""
 MAX_COMPARED_AT_START = 2000
 """Number of images of a dataset up to which a run looks for near duplicates when it starts.
 Thumbnails take about as long as reading the files; `gracetune data check` has no limit."""
@@ -41,7 +44,7 @@ class Enlarged:
     size: Size
     bucket: Size
     factor: float
-    """Factor by which its edges are enlarged, above 1."""
+    """Factor by which its edges are enlarged, at least `MIN_FACTOR`."""
 
 
 def thumbnail(data: bytes) -> bytes:
@@ -51,14 +54,14 @@ def thumbnail(data: bytes) -> bytes:
 
 
 def enlarged(plan: BucketPlan) -> list[Enlarged]:
-    """Return the samples that are smaller than their bucket, the most enlarged first."""
+    """Return the samples that are clearly smaller than their bucket, the most enlarged first."""
     found = [
         Enlarged(sample.key, (sample.width, sample.height), (size[0], size[1]), factor)
         for size, samples in plan.buckets.items()
         for sample in samples
         if sample.kind != "audio"
         for factor in (max(size[0] / sample.width, size[1] / sample.height),)
-        if factor > 1
+        if factor >= MIN_FACTOR
     ]
     return sorted(found, key=lambda one: (-one.factor, one.key))
 

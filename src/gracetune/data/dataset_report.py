@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 
 from gracetune.data import buckets
 from gracetune.data.captions import require_captions
-from gracetune.data.data_quality import Enlarged, enlarged, exact_duplicates, near_duplicates
+from gracetune.data.data_quality import (
+    MIN_FACTOR,
+    Enlarged,
+    enlarged,
+    exact_duplicates,
+    near_duplicates,
+)
 from gracetune.data.dataset import (
     EXTENSIONS,
     NOUNS,
@@ -356,7 +362,10 @@ def _enlarged_lines(report: DatasetReport) -> list[str]:
         for one in report.enlarged
     ]
     num_files = len({one.key for one in report.enlarged})  # one may be small for several buckets
-    total = f"smaller than a bucket: {num_files} of {len(report.samples)} {NOUNS[report.kind]}"
+    total = (
+        f"by {MIN_FACTOR:g} times or more, because they are smaller than a bucket: {num_files} of "
+        f"{len(report.samples)} {NOUNS[report.kind]}"
+    )
     return [total, *_listed(shown)]
 
 

@@ -189,7 +189,8 @@ class LiveConsole:
         # into 80 columns.
         self._bars = Progress(
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=None),
+            # Named colours: a terminal with few would show a finished bar like an empty one.
+            BarColumn(bar_width=None, complete_style="magenta", finished_style="green"),
             MofNCompleteColumn(),
             console=console,
             get_time=clock,
@@ -259,6 +260,7 @@ class ConsoleState:
 
     def __init__(self) -> None:
         self.total_steps = 0
+        self.start_step = 0
         self.pace = Pace()
         self.memory: MemoryUsed | None = None
         self._batches: BatchesFed | None = None
@@ -269,7 +271,7 @@ class ConsoleState:
     def add(self, event: Event) -> None:
         """Remember the numbers of an event that later lines show."""
         if isinstance(event, RunStarted):
-            self.total_steps = event.total_steps
+            self.total_steps, self.start_step = event.total_steps, event.start_step
         elif isinstance(event, StepDone):
             self.pace.add(event)
         elif isinstance(event, MemoryUsed):
@@ -299,7 +301,12 @@ class ConsoleState:
             case RunEnded():
                 return [
                     *self._wait_warnings(event.seconds),
-                    *run_ended_lines(event, self._fallbacks, was_finished=self._was_finished),
+                    *run_ended_lines(
+                        event,
+                        self._fallbacks,
+                        start_step=self.start_step,
+                        was_finished=self._was_finished,
+                    ),
                 ]
             case HealthChanged():
                 return health_lines(event)
@@ -329,23 +336,26 @@ class ConsoleState:
         return lines
 
 
-_SMOOTHING = 0.9
-"""Weight of earlier steps in the moving average, which spans about ten steps."""
+_SMOOTHING = 0.5 ** (1 / 20)
+"""Weight of a step relative to the next one. After 20 steps it is half, as on the dashboard."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """Moving averages of the number of samples and the seconds of a step."""
+    """Samples and seconds of the last steps, older ones with less weight."""
 
     samples: float = 0.0
     seconds: float = 0.0
+    weight: float = 0.0
+    """Sum of the weights of the steps."""
     steps: int = 0
 
     def add(self, event: StepDone) -> None:
-        """Add a step to the averages. The first one includes warm-up, so the second replaces it."""
+        """Add a step. The first one includes warm-up, so the second replaces it."""
         keep = _SMOOTHING if self.steps > 1 else 0.0
-        self.samples = keep * self.samples + (1 - keep) * event.samples
-        self.seconds = keep * self.seconds + (1 - keep) * event.seconds
+        self.samples = keep * self.samples + event.samples
+        self.seconds = keep * self.seconds + event.seconds
+        self.weight = keep * self.weight + 1
         self.steps += 1
 
     def samples_per_s(self) -> float:
@@ -354,7 +364,7 @@ class Pace:
 
     def eta(self, steps_left: int) -> str:
         """Return the estimated time for the remaining steps, as text."""
-        return format_seconds(self.seconds * steps_left) if self.seconds > 0 else "?"
+        return format_seconds(self.seconds / self.weight * steps_left) if self.seconds > 0 else "?"
 
 
 # Lines
@@ -534,17 +544,23 @@ def checkpoint_line(event: CheckpointSaved) -> str:
     return labelled("checkpoint", f"{event.path} ({event.reason}, {size})")
 
 
-def run_ended_lines(event: RunEnded, fallbacks: int, *, was_finished: bool = False) -> list[str]:
+def run_ended_lines(
+    event: RunEnded, fallbacks: int, *, start_step: int = 0, was_finished: bool = False
+) -> list[str]:
     """Return the lines that say how the run ended, list its output files and name a next command.
 
+    The time is that of this process, which a resumed run says with its `start_step`.
     `fallbacks` counts how often a slower method was used than requested. The adapter is the result
     of the run, or that of the newest checkpoint if the run has no result yet. If the run was
     finished before it was started again, no step was trained, so there is no line with their time.
     """
     seconds = format_seconds(event.seconds)
     text = f"{event.step} steps in {seconds}"
+    if start_step:
+        text = f"{event.step} steps; those after step {start_step} took {seconds}"
     if event.status != "done":
         text = f"at step {event.step} after {seconds}"
+        text += f", resumed from step {start_step}" if start_step else ""
     is_old = was_finished and event.status == "done"
     lines = [] if is_old else [labelled(STATUS_LABELS[event.status], text)]
     files, model = _adapter_files(event), _model_folder(event)

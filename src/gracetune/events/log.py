@@ -128,21 +128,37 @@ def read_events(path: Path) -> Iterator[dict[str, object]]:
             yield record
 
 
-def events_of_kind(path: Path, kind: str) -> Iterator[dict[str, object]]:
-    """Yield the events of one kind in a log, in order; skip lines that are not events.
+def events_of_kind(path: Path, *kinds: str) -> Iterator[dict[str, object]]:
+    """Yield the events of some kinds in a log, in order; skip lines that are not events.
 
-    Reads only the lines that contain the kind, so that a long log takes little time.
+    Reads only the lines that contain a kind, so that a long log takes little time.
     """
-    marker = f'"event": "{kind}"'.encode()
+    markers = [f'"event": "{kind}"'.encode() for kind in kinds]
     try:
         file = path.open("rb")
     except OSError:
         return
     with file:
         for raw in file:
-            record = _parse(raw) if marker in raw else None
-            if record is not None and record["event"] == kind:
+            record = _parse(raw) if any(marker in raw for marker in markers) else None
+            if record is not None and record["event"] in kinds:
                 yield record
+
+
+def event_from_record(record: Mapping[str, object]) -> Event | None:
+    """Return the event that a line of a log was written from; None if fields are missing.
+
+    An earlier version may have logged fewer fields, and a later one more.
+    """
+    kind = next((kind for kind, name in KINDS.items() if name == record["event"]), None)
+    if kind is None:
+        return None
+    known = {one.name for one in fields(kind)}
+    values = {name: _from_json(value) for name, value in record.items() if name in known}
+    try:
+        return kind(**values)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def loss_by_step(path: Path) -> dict[int, float]:
@@ -172,4 +188,14 @@ def _to_json(value: object) -> object:
         return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return [_to_json(item) for item in value]
+    return value
+
+
+def _from_json(value: object) -> object:
+    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if isinstance(value, dict):
+        return {key: _from_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return tuple(_from_json(item) for item in value)
     return value

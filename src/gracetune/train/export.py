@@ -270,10 +270,12 @@ def _trained_adapter(state: TrainState, modules: AdaptedModules) -> Adapter:
 def _metadata(state: TrainState, base_weights: str) -> AdapterMetadata:
     from gracetune.adapters.files.io import AdapterMetadata
 
+    sections = state.run.datasets
+    words = dict.fromkeys(one.trigger_word for one in sections if one.trigger_word)
     return AdapterMetadata(
         base_model=f"{_model_name(state)} {base_weights}",
         boundary=state.family.boundary,
-        trigger=state.run.datasets[0].instance_prompt or "",
+        trigger=", ".join(words) or sections[0].instance_prompt or "",
         run_digest=run_digest(state),
     )
 

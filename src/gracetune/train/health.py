@@ -126,6 +126,16 @@ class HealthMonitor:
         """The checks that are not `ok`, with their levels."""
         return {name: level for name, level in self._levels.items() if level != "ok"}
 
+    def remember(self, earlier: Iterable[Measurements]) -> None:
+        """Show the checks what earlier processes of the run have measured; decide nothing.
+
+        So a resumed run judges as one that was not interrupted. Problems that were reported and
+        are still there are reported again.
+        """
+        for measured in earlier:
+            for check in self._checks:
+                check.look(measured)
+
     def look(self, measured: Measurements) -> list[Decision]:
         """Show new measurements to all checks; return the changes of their levels."""
         decisions = []
@@ -206,7 +216,7 @@ def build_checks(facts: RunFacts, settings: HealthSection) -> list[Check]:
         GradientsClipped(facts),
         DataWaits(facts, settings.wait_share),
         WeightWaits(settings.wait_share),
-        SlowDown(settings.slow_down),
+        SlowDown(facts, settings.slow_down),
         Throttling(),
         DiskSpace(facts, settings.disk_min_gb),
         PageCache(facts),

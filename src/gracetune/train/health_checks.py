@@ -4,6 +4,10 @@ A check is an object with `look(measurements)`. It returns a `Finding` if there 
 if there is none, and `UNKNOWN` if these measurements do not tell. Checks read nothing but their
 arguments, so that they can be tested with made-up measurements. `health.py` decides what follows
 from their findings.
+
+A resumed run first shows its checks what earlier processes have logged (`HealthMonitor.remember`),
+without sensors, times and samples. A check that compares with the start of the run must not judge
+if it has not seen the start: the log may be in another folder, or have no such measurements.
 """
 
 from __future__ import annotations
@@ -144,7 +148,8 @@ class Measurements:
     """Trained weight -> norm of its gradient; only if `moved` is not None."""
     samples: SamplesSeen | None = None
     alloc_retries: int = 0
-    """How often torch's allocator had to free cached memory and try again, since the start."""
+    """How often torch's allocator had to free cached memory and try again, since the process
+    started."""
 
 
 class NoFinding(Enum):
@@ -298,6 +303,13 @@ class LossWindows:
         return grown
 
     @property
+    def has_not_fallen(self) -> bool:
+        """True if the current window is a later one than the first, and not below it."""
+        if self.first is None or self._recent[0][0] <= self.first.step:
+            return False
+        return self.current.mean > 0.98 * self.first.mean
+
+    @property
     def current(self) -> WindowMean:
         """The window of the last steps; before the first is full, all steps so far."""
         losses, count = [loss for _, loss, _ in self._recent], max(1, len(self._recent))
@@ -372,9 +384,8 @@ class LearningRateHigh:
         return self._held_out[latest] <= self.HELD_OUT_RISE * min(before)
 
     def _moved_far(self, full: Sequence[LossWindows], advice: str) -> Finding | None:
-        has_not_fallen = all(
-            one.first is not None and one.current.mean > 0.98 * one.first.mean for one in full
-        )
+        sees_start = self._first is not None and self._first[0] <= 1
+        has_not_fallen = sees_start and all(one.has_not_fallen for one in full)
         limit = self.FAR if has_not_fallen else self.TOO_FAR
         if not self._facts.is_adapter or self._moved <= limit:
             return None
@@ -580,6 +591,8 @@ class PartUntrained:
         known = [one for one in found if one is not None]
         if known:
             return all_of(known)
+        if self._facts.start_step:  # the first losses of the run are not known any more
+            return UNKNOWN
         (self._first if len(self._first) < self.WINDOWS else self._last).append(parts)
         return self._compare(list(parts)) if len(self._last) == self.WINDOWS else UNKNOWN
 

@@ -390,6 +390,7 @@ class SamplesEmpty:
 
     def __init__(self, facts: RunFacts) -> None:
         self._is_pretrained = facts.is_pretrained
+        self._is_resumed = facts.start_step > 0
         self._shown_step: int | None = None
 
     def look(self, measured: Measurements) -> Finding | NoFinding:
@@ -442,6 +443,16 @@ class SamplesEmpty:
             )
         if not self._is_pretrained:
             return UNKNOWN
+        if self._is_resumed:  # samples of earlier processes are not known
+            return Finding(
+                f"{text}: training has destroyed the model, or its VAE or the scale of its latents "
+                "is wrong",
+                "Look at the samples of earlier steps in the run's folder. If they show something, "
+                "use the checkpoint of such a step, and lower optimizer.lr; otherwise check the "
+                "files in model.path.",
+                values={"noise": count},
+                kind="noise",
+            )
         return Finding(
             f"{text}: the model, its VAE or the scale of its latents is wrong",
             "Samples from the base model must look right: gracetune sample --prompt. Check the "

@@ -88,12 +88,16 @@ class WeightWaits:
 
 
 class SlowDown:
-    """Steps that have become slower than the run's own first steps."""
+    """Steps that have become slower than the first steps of this process.
+
+    Steps of earlier processes do not count: the machine may be another one.
+    """
 
     name = "slow_down"
     SKIP, BASELINE, RECENT, MIN_SECONDS = 3, 20, 20, 0.05
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, facts: RunFacts, factor: float) -> None:
+        self._start_step = facts.start_step
         self._factor = factor
         self._skipped = 0
         self._baseline: list[float] = []
@@ -103,6 +107,8 @@ class SlowDown:
     def look(self, measured: Measurements) -> Finding | NoFinding:
         """Compare the time per sample of the last steps with that of the first ones."""
         for done in measured.steps:
+            if done.step <= self._start_step:
+                continue
             if self._skipped < self.SKIP:  # compilation and warm-up
                 self._skipped += 1
                 continue
@@ -120,8 +126,11 @@ class SlowDown:
             return FINE
         phase, extra = self._grown(measured.times)
         where = f", mostly in {phase} (+{format_seconds(extra)} per step)" if phase else ""
+        slower = "times as long as at the start of the run"
+        if self._start_step:
+            slower = "times as long as after the run was resumed"
         return Finding(
-            f"steps take {now / before:.1f} times as long as at the start of the run"
+            f"steps take {now / before:.1f} {slower}"
             f" ({format_seconds(now * samples)} instead of {format_seconds(before * samples)})"
             f"{where}",
             _SLOW_ADVICE.get(phase, _SLOW_ADVICE[""]),

@@ -387,6 +387,8 @@ def _save(
     """
     metrics.flush()
     metrics.telemetry.note(progress.step, "saving")
+    if is_last:
+        metrics.telemetry.before_stop(progress.step)
     _check_ranks_have_same_weights(session, progress.step)
     snapshot = _take_snapshot(session, progress)
     adapter = None

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from blake3 import blake3
 
 from gracetune.cache.open_stores import cache_root
 from gracetune.config.load import resolved_json
-from gracetune.events.log import events_of_kind
+from gracetune.events.log import event_from_record, events_of_kind
 from gracetune.events.types import (
     KINDS,
     BatchSkipped,
@@ -34,6 +35,8 @@ from gracetune.events.types import (
     HeldOutLoss,
     LossParts,
     RunDescribed,
+    RunStarted,
+    StepDone,
     StepTimes,
     WeightsMoved,
 )
@@ -47,7 +50,7 @@ from gracetune.train.health import (
     health_event,
     run_facts,
 )
-from gracetune.train.health_checks import LearningRateHigh, Measurements, listed
+from gracetune.train.health_checks import LearningRateHigh, Measurements, held_out_mean, listed
 from gracetune.train.step_recorder import TIMESTEP_RANGES, StepRecorder, merge_records
 
 if TYPE_CHECKING:
@@ -55,7 +58,7 @@ if TYPE_CHECKING:
 
     from gracetune.cache.batch_transfer import PrefetchDepth
     from gracetune.data.pipeline import DataPipeline
-    from gracetune.events.types import MemoryUsed, StepDone
+    from gracetune.events.types import MemoryUsed
     from gracetune.memory.sensors import SensorReading, Sensors
     from gracetune.train.build import Session
     from gracetune.train.health import Decision
@@ -108,13 +111,21 @@ class Telemetry:
         self._settings = settings
         checks = build_checks(run_facts(session, start_step), settings) if settings.enabled else []
         self._monitor = HealthMonitor(checks, settings)
+        earlier = []
+        if start_step and self._ranks.is_main:
+            earlier = earlier_measurements(_folder(session) / "events.jsonl", start_step)
+        self._monitor.remember(earlier)
         self._remedies: Remedies | None = None
         self._collected_at = -float("inf")
         self._collections = 0
         self._pending: list[StepDone] = []
         self._stalled_s = self._moved = 0.0
+        self._moved_step = -1
+        """The step at which `_moved`, the median distance of the blocks, was measured."""
         self._held_out: tuple[HeldOutLoss, list[float]] | None = None
-        self._best = _best_held_out(session, start_step)
+        measured = [one.held_out for one in earlier if one.held_out is not None]
+        means = [(held_out_mean(one), one.step) for one in measured]
+        self._best = (min(means)[1], min(means)[0]) if means else None
         self._noted_at = -float("inf")
         self._phase = ""
         self._last_seen = last_seen
@@ -163,6 +174,11 @@ class Telemetry:
         self._collected_at = now
         measured = self._measure(done[-1].step, memory)
         self._look(measured)
+
+    def before_stop(self, step: int) -> None:
+        """Log how far the weights have moved until now, before the last checkpoint is saved."""
+        if self._moved_step != step:
+            self._emit(self._movement(step, {}))
 
     def add_held_out(self, step: int, found: HeldOutLosses) -> None:
         """Log the loss on held-out samples, with the best step so far."""
@@ -264,11 +280,7 @@ class Telemetry:
                 self._emit(event)
         moved = None
         if self._collections % MOVEMENT_EVERY == 0 or step >= self._total_steps:
-            movement = self._recorder.movement
-            distances = movement.distances()
-            norms = movement.by_block(records.grad_norms), movement.weight_norms()
-            moved = WeightsMoved(step, movement.measure, distances, *norms)
-            self._moved = statistics.median(distances.values()) if distances else 0.0
+            moved = self._movement(step, records.grad_norms)
             self._emit(moved)
         self._collections += 1
         self._recorder.wants_gradients = self._collections % MOVEMENT_EVERY == 0
@@ -287,6 +299,14 @@ class Telemetry:
             grad_norms=records.grad_norms,
             alloc_retries=session.batch_transfer.alloc_retries,
         )
+
+    def _movement(self, step: int, grad_norms: Mapping[str, float]) -> WeightsMoved:
+        movement = self._recorder.movement
+        distances = movement.distances()
+        norms = movement.by_block(grad_norms), movement.weight_norms()
+        self._moved = statistics.median(distances.values()) if distances else 0.0
+        self._moved_step = step
+        return WeightsMoved(step, movement.measure, distances, *norms)
 
     @property
     def _total_steps(self) -> int:
@@ -396,19 +416,35 @@ def _memory_share(reading: SensorReading) -> float:
     return host.get("memory_available", 0.0) / max(1.0, host.get("memory_total", 1.0))
 
 
-def _best_held_out(session: Session, start_step: int) -> tuple[int, float] | None:
-    """Return the best step of earlier processes of a resumed run, and its held-out loss."""
-    if not start_step or not session.state.ranks.is_main:
-        return None
-    best: tuple[int, float] | None = None
-    for record in events_of_kind(_folder(session) / "events.jsonl", KINDS[HeldOutLoss]):
-        step, losses = record["step"], record["losses"]
-        if not isinstance(step, int) or not isinstance(losses, dict) or step > start_step:
+def earlier_measurements(log: Path, start_step: int) -> list[Measurements]:
+    """Return what earlier processes of a resumed run have measured, as far as the log has it.
+
+    Steps after `start_step`, from which the run continues, do not count; nor do those that an
+    earlier process repeated.
+    """
+    kinds = (RunStarted, StepDone, LossParts, WeightsMoved, HeldOutLoss)
+    events: list[StepDone | LossParts | WeightsMoved | HeldOutLoss] = []
+    for record in events_of_kind(log, *(KINDS[kind] for kind in kinds)):
+        event = event_from_record(record)
+        if isinstance(event, RunStarted):
+            events = [one for one in events if one.step <= event.start_step]
+        elif isinstance(event, kinds) and event.step <= start_step:
+            events.append(event)
+    found: list[Measurements] = []
+    for is_step, group in groupby(events, key=lambda one: isinstance(one, StepDone)):
+        if is_step:
+            steps = [one for one in group if isinstance(one, StepDone)]
+            found.append(Measurements(steps[-1].step, steps))
             continue
-        mean = sum(map(float, losses.values())) / max(1, len(losses))
-        if losses and (best is None or mean < best[1]):
-            best = step, mean
-    return best
+        for one in group:
+            match one:
+                case LossParts():
+                    found.append(Measurements(one.step, losses=one))
+                case WeightsMoved():
+                    found.append(Measurements(one.step, moved=one))
+                case HeldOutLoss():
+                    found.append(Measurements(one.step, held_out=one))
+    return found
 
 
 # The description of a run

@@ -198,6 +198,7 @@ def test_the_header_describes_the_adapter(path):
         "gracetune.stage": "high",
         "gracetune.boundary": "0.875",
         "gracetune.trigger": "ohwx",
+        "modelspec.trigger_phrase": "ohwx",
         "gracetune.run_digest": "abc123",
     }
 

@@ -113,6 +113,14 @@ def test_questions_have_defaults_and_are_asked_again(shared, capsys) -> None:
     assert run.validation.prompts[0] == "sks, a cat 0"
 
 
+def test_validation_prompts_are_captions_that_differ(tmp_path) -> None:
+    folder = write_images(tmp_path / "photos", count=3)
+    for number, text in enumerate(("a red coat, on a beach", "a blue coat, on a beach", "a cat")):
+        (folder / f"{number}.txt").write_text(text)
+    call(folder, "--family", "tiny", "--out", "mine.yaml", "--no-plan")
+    assert loaded().validation.prompts == ("a red coat, on a beach", "a cat")
+
+
 def test_an_answer_that_never_comes_is_an_error(shared) -> None:
     with pytest.raises(ConfigError, match=r"Model family: the input ended.*--yes"):
         call(shared, answers=("style",))

@@ -44,6 +44,18 @@ def test_a_report_loads_nothing_from_elsewhere(html):
     assert "unsafe" not in markup
 
 
+def test_a_report_replaces_an_earlier_one_and_nothing_else(tmp_path, synthetic_run, capsys):
+    mine, target = tmp_path / "mine.html", tmp_path / "report.html"
+    mine.write_text("<html><title>my page</title></html>")
+    assert main(["report", str(synthetic_run), "-o", str(mine)]) == 2
+    error = capsys.readouterr().err
+    assert f"--output is {str(mine)!r}, which exists and is not a report" in error
+    assert mine.read_text() == "<html><title>my page</title></html>"
+    assert main(["report", str(synthetic_run), "-o", str(tmp_path)]) == 2
+    for _ in range(2):
+        assert main(["report", str(synthetic_run), "-o", str(target)]) == 0
+
+
 def test_scripts_and_styles_match_their_digests(html):
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)[1]
     scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)

@@ -73,7 +73,13 @@ def test_an_image_that_is_small_for_several_buckets_is_counted_once() -> None:
 def test_images_smaller_than_their_bucket_are_enlarged() -> None:
     samples = [
         Sample("d", key, "", key, *size)
-        for key, size in {"a": (64, 64), "b": (32, 32), "c": (64, 48), "d": (128, 128)}.items()
+        for key, size in {
+            "a": (64, 64),
+            "b": (32, 32),
+            "c": (64, 48),
+            "d": (128, 128),
+            "e": (60, 60),  # 1.07 times, which does not matter
+        }.items()
     ]
     plan = buckets.assign(samples, DatasetSection(resolution=64), 8)
     found = enlarged(plan)

@@ -22,7 +22,7 @@ from gracetune.events.types import (
     Validated,
     WeightsStreamed,
 )
-from gracetune.units import GIB
+from gracetune.units import GIB, format_seconds
 
 LONG_PATH = "runs/" + "a-rather-long-folder-name/" * 8 + "grid-000003.png"
 
@@ -201,8 +201,9 @@ def test_the_pace_ignores_the_first_step_and_smooths_the_rest() -> None:
     pace.add(step_done(2, samples=8, seconds=1.0))
     assert pace.samples_per_s() == pytest.approx(8.0)
     pace.add(step_done(3, samples=8, seconds=2.0))
-    assert pace.samples_per_s() == pytest.approx(8 / 1.1)
-    assert pace.eta(10) == "11.0s"
+    kept = 0.5 ** (1 / 20)  # 20 steps halve the weight
+    assert pace.samples_per_s() == pytest.approx((8 * kept + 8) / (kept + 2.0))
+    assert pace.eta(1000) == format_seconds(1000 * (kept + 2.0) / (kept + 1))
 
 
 @pytest.mark.parametrize(
@@ -223,6 +224,22 @@ def test_the_end_lists_the_outputs_and_counts_fallbacks(fallbacks: int, lines: l
         "           samples    runs/x/grid.png",
         *lines,
     ]
+
+
+def test_the_end_of_a_resumed_run_says_which_steps_its_time_is_for() -> None:
+    plain = Plain()
+    plain.emit(started(600, start_step=227))
+    (done,) = plain.emit(RunEnded(600, "done", 17.6))
+    assert done == "done       600 steps; those after step 227 took 17.6s"
+    (stopped,) = plain.emit(RunEnded(300, "interrupted", 5.0))
+    assert stopped == "stopped    at step 300 after 5.0s, resumed from step 227"
+
+
+def test_a_finished_bar_has_a_colour_on_a_terminal_with_few(monkeypatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("COLORTERM", raising=False)
+    shown = live(started(2), step_done(1), step_done(2))
+    assert "\x1b[32m━" in shown
 
 
 @pytest.mark.parametrize("status", ["done", "interrupted"])

@@ -46,6 +46,15 @@ def trained_adapter(checkpoint, tmp_path, name="ema.safetensors"):
     )
 
 
+def test_the_file_has_the_trigger_word_of_the_run(tiny_run):
+    dataset = tiny_run().datasets[0].model_dump(mode="json", exclude_unset=True)
+    words = [{"id": "a", "trigger_word": "ohwx"}, {"id": "b", "trigger_word": "sks"}, {"id": "c"}]
+    datasets, train = [dataset | one for one in words], {"max_train_steps": 1}
+    run = tiny_run(adapter={"rank": 2}, datasets=datasets, train=train)
+    header = exported(run_training(run)).metadata
+    assert header["gracetune.trigger"] == header["modelspec.trigger_phrase"] == "ohwx, sks"
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_adapter_kind_can_be_exported(kind, tiny_run, recorder, tmp_path):
     overrides = {"context_embedder": {"alpha": 3}}

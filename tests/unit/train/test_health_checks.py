@@ -105,7 +105,7 @@ def test_every_check_says_that_nothing_is_known_without_measurements():
             Overfitting(),
             TimestepShift(FACTS),
             SamplesEmpty(FACTS),
-            SlowDown(1.5),
+            SlowDown(RunFacts(100), 1.5),
         ),
         *(DataWaits(FACTS, 0.2), WeightWaits(0.2), Throttling(), DiskSpace(FACTS, 1)),
         *(PageCache(FACTS), HostMemory(FACTS), DeviceMemory()),
@@ -190,6 +190,22 @@ def test_an_adapter_that_moves_far_without_a_lower_loss_is_a_high_learning_rate(
     moved = WeightsMoved(60, "adapter", {"blocks.0": 1.0, "blocks.1": 1.2})
     falling = [1.0 - 0.01 * step for step in range(60)]
     assert LearningRateHigh(FACTS).look(Measurements(60, steps(falling), moved=moved)) is FINE
+
+
+def test_one_window_of_losses_does_not_tell_whether_they_have_fallen():
+    moved = WeightsMoved(25, "adapter", {"blocks.0": 1.0})
+    check = LearningRateHigh(FACTS)
+    assert check.look(Measurements(25, steps([1.0] * 25), moved=moved)) is FINE
+    found = problem(check, Measurements(60, steps([1.0] * 35, 26)))
+    assert "the loss has not fallen" in found.cause
+
+
+def test_a_resumed_run_that_has_not_seen_the_first_losses_does_not_compare_with_them():
+    moved = WeightsMoved(300, "adapter", {"blocks.0": 1.0})
+    resumed = LearningRateHigh(replace(FACTS, start_step=200))
+    assert resumed.look(Measurements(300, steps([0.4] * 100, 201), moved=moved)) is FINE
+    parts = PartUntrained(replace(FACTS, start_step=200))
+    assert all(parts.look(one) is UNKNOWN for one in part_windows(falls, lambda _: 1.0, samples=32))
 
 
 @pytest.mark.parametrize(("measure", "distance"), [("adapter", 1e-9), ("full", 1e-10)])
@@ -436,13 +452,21 @@ def test_waits_for_weights_are_found():
 def test_slower_steps_than_at_the_start_are_found_with_their_phase():
     early = Measurements(30, steps([1.0] * 30, seconds=0.5), times(30, 0.5, data=0.05))
     late = Measurements(60, steps([1.0] * 30, 31, seconds=1.5), times(60, 1.5, data=1.0))
-    check = SlowDown(1.5)
+    check = SlowDown(RunFacts(100), 1.5)
     assert check.look(early) is FINE
     found = problem(check, late)
     assert "3.0 times as long" in found.cause
     assert "mostly in data" in found.cause
     again = Measurements(90, steps([1.0] * 30, 61, seconds=0.5), times(90, 0.5))
     assert check.look(again) is FINE
+
+
+def test_steps_of_earlier_processes_are_no_measure_of_speed():
+    check = SlowDown(RunFacts(100, start_step=30), 1.5)
+    look(check, Measurements(30, steps([1.0] * 30, seconds=0.1)))  # on another machine
+    assert check.look(Measurements(60, steps([1.0] * 30, 31, seconds=0.5))) is FINE
+    found = problem(check, Measurements(90, steps([1.0] * 30, 61, seconds=1.0)))
+    assert "2.0 times as long as after the run was resumed" in found.cause
 
 
 GPU = {"index": 1, "name": "H200", "sm_clock_mhz": 900, "max_sm_clock_mhz": 1980}

@@ -251,6 +251,8 @@ def test_noise_is_a_fault_of_a_base_model_and_after_better_samples():
     assert "are noise: the model, its VAE" in cause(SamplesEmpty(FACTS), noise(0))
     random = replace(FACTS, is_pretrained=False)
     assert SamplesEmpty(random).look(noise(0)) is UNKNOWN  # training has only begun
+    resumed = SamplesEmpty(replace(FACTS, start_step=50))  # earlier samples are not known
+    assert "training has destroyed the model, or its VAE" in cause(resumed, noise(100))
     found = cause(SamplesEmpty(random), noise(0, count=0), noise(100))
     assert "those of step 0 were not: training has destroyed the model" in found
 

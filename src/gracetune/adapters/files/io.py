@@ -71,7 +71,7 @@ class AdapterMetadata:
     """Sigma below which the low-noise transformer takes over from the high-noise one; None for a
     model with one transformer."""
     trigger: str = ""
-    """Trigger word, from the run's instance prompt."""
+    """Trigger word or instance prompt of the run."""
     run_digest: str = ""
     """Digest of the settings of the run that trained the adapter."""
 
@@ -82,6 +82,7 @@ class AdapterMetadata:
             "gracetune.stage": self.stage or "",
             "gracetune.boundary": "" if self.boundary is None else f"{self.boundary:g}",
             "gracetune.trigger": self.trigger,
+            "modelspec.trigger_phrase": self.trigger,  # user interfaces for images show this one
             "gracetune.run_digest": self.run_digest,
         }
         return {name: value for name, value in entries.items() if value}

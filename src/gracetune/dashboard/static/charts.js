@@ -147,7 +147,14 @@ export class LineChart {
       ctx.moveTo(left, chart.bbox.top);
       ctx.lineTo(left, chart.bbox.top + chart.bbox.height);
       ctx.stroke();
-      ctx.fillText(text, left + 3 * devicePixelRatio, chart.bbox.top + 10 * devicePixelRatio);
+      const place = [text, left + 3 * devicePixelRatio, chart.bbox.top + 10 * devicePixelRatio];
+      ctx.save(); // the text is readable where it crosses a line
+      ctx.setLineDash([]);
+      ctx.lineWidth = 3 * devicePixelRatio;
+      ctx.strokeStyle = cssColor("--surface");
+      ctx.strokeText(...place);
+      ctx.restore();
+      ctx.fillText(...place);
     }
     ctx.restore();
   }
@@ -171,7 +178,7 @@ export class LineChart {
           h(
             "button",
             { class: "key", type: "button", "aria-pressed": String(!this.off.has(line.key)), title: line.label, onclick: (event) => this.toggle(line.key, event) },
-            h("span", { class: line.dash ? "swatch dashed" : "swatch", style: { "--colour": line.color, color: line.color } }),
+            h("span", { class: line.dash ? "swatch dashed" : "swatch", style: { "--colour": line.color, color: line.color, opacity: String(line.alpha ?? 1) } }),
             h("span", { class: "name", text: line.label }),
             this.values[index],
           ),

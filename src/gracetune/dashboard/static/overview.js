@@ -1,7 +1,7 @@
 // The top of the page: the runs and their state, requests to them, and what is wrong.
 
 import { announce, color, formatBytes, formatCount, formatNumber, formatSeconds, formatTime, h, replace } from "./basics.js";
-import { columnsBelow, lastOf, smooth, startTime, tableOf } from "./store.js";
+import { columnsBelow, lastOf, secondsOfProcesses, smooth, speeds, tableOf } from "./store.js";
 
 const STATES = {
   waiting: ["waiting", "muted"],
@@ -34,8 +34,8 @@ function runRow(run, store, controls) {
   const steps = tableOf(run, "step_done");
   const held = tableOf(run, "held_out_loss");
   const loss = steps ? lastOf(smooth(steps, "loss", Math.max(store.halfLife, 1))) : null;
-  const speed = steps ? lastOf(smooth({ ...steps, columns: { speed: steps.columns.seconds }, means: null }, "speed", 20)) : null;
-  const samples = steps ? lastOf(steps.columns.samples) : null;
+  const seconds = steps ? lastOf(smooth(steps, "seconds", 20)) : null;
+  const speed = steps ? lastOf(speeds(steps, 20)) : null;
   const { step, total_steps: total } = run.status;
   const share = total ? Math.min(step / total, 1) : 0;
   const isShown = store.shown.includes(run);
@@ -55,8 +55,8 @@ function runRow(run, store, controls) {
     cell("Steps", h("span", { class: "steps" }, h("span", { class: "progress", role: "progressbar", "aria-valuemin": "0", "aria-valuemax": String(total), "aria-valuenow": String(step), "aria-label": "Steps done" }, h("span", { style: { width: `${100 * share}%` } })), h("span", { text: total ? `${formatCount(step)} / ${formatCount(total)}` : "–" }))),
     cell("Loss", formatNumber(loss)),
     cell("Held-out", formatNumber(heldLoss)),
-    cell("Speed", speed ? `${formatNumber(samples / speed)} samples/s` : "–"),
-    cell("Time", timeText(run, speed, step, total)),
+    cell("Speed", speed ? `${formatNumber(speed)} samples/s` : "–"),
+    cell("Time", timeText(run, seconds, step, total)),
     cell("Memory", device ? `${formatBytes(device)} GPU` : memory ? formatBytes(lastOf(memory.columns.host)) : "–"),
     h("td", { class: "actions" }, controls.buttons(run)),
   );
@@ -64,10 +64,10 @@ function runRow(run, store, controls) {
 
 function timeText(run, seconds, step, total) {
   if (run.status.state === "running" && seconds && total > step) return `${formatSeconds(seconds * (total - step))} left`;
-  const end = run.records.run_ended?.at(-1);
-  if (end) return formatSeconds(end.seconds);
-  const start = startTime(run);
-  return run.last_time && start ? formatSeconds(run.last_time - start) : "–";
+  const parts = secondsOfProcesses(run);
+  if (!parts.length) return "–";
+  const text = formatSeconds(parts.reduce((sum, one) => sum + one, 0));
+  return parts.length > 1 ? `${text} in ${parts.length} parts` : text;
 }
 
 // What is wrong, with its cause and what to change; the most serious first.

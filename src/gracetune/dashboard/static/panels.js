@@ -1,7 +1,7 @@
 // The panels of the page: what each shows of a run's events, and what it says if there is nothing.
 
 import { color, formatBytes, formatCount, formatNumber, formatPercent, formatSeconds, formatTime, h, withUnit } from "./basics.js";
-import { columnsBelow, differences, lastOf, ratio, smooth, tableOf } from "./store.js";
+import { average, columnsBelow, differences, lastOf, ratio, smooth, speeds, tableOf } from "./store.js";
 
 export const SECTIONS = [
   ["samples", "Samples"],
@@ -43,6 +43,16 @@ const withSmoothed = (run, store, column) => {
   if (!table?.columns[column]) return [];
   const raw = line("raw", table, table.columns[column], { faint: store.halfLife > 0, spanGaps: false });
   return store.halfLife > 0 ? [raw, line("smoothed", table, smooth(table, column, store.halfLife), { strong: true })] : [raw];
+};
+// The losses of parts, each row by its number of samples: the first row after a start has few.
+const lossParts = (run, store, part) => {
+  const table = tableOf(run, "loss_parts");
+  return below(run, "loss_parts", part, "/loss").map((one) => {
+    const counts = table.columns[`${part}/${one.name}/samples`] ?? one.values.map(() => 1);
+    const sorted = counts.filter((count) => count > 0).sort((a, b) => a - b);
+    const usual = sorted[sorted.length >> 1];
+    return store.halfLife > 0 && usual ? { ...one, values: average(one.values, counts, usual / 2), spanGaps: true } : one;
+  });
 };
 const bucketName = (name) => name.replace(/^t/, "t ").replace("-", " – ");
 
@@ -129,11 +139,15 @@ function loaderWaits(run) {
 function throughput(run, store) {
   const table = tableOf(run, "step_done");
   if (!table?.columns.seconds) return [];
-  const speeds = { ...table, columns: { speed: ratio(table.columns.samples, table.columns.seconds) }, means: null };
-  const found = [line("samples per second", table, smooth(speeds, "speed", Math.min(store.halfLife, 20)))];
+  const found = [line("samples per second", table, speeds(table, Math.min(store.halfLife, 20)))];
   const planned = run.records.run_described?.at(-1)?.plan?.samples_per_second;
   if (planned) found.push(line("plan", table, table.steps.map(() => planned), { dashed: true }));
   return found;
+}
+
+function batchSizes(run, store) {
+  const samples = single(run, "step_done", "samples", "samples per step").map((one) => (store.halfLife > 0 ? { ...one, values: smooth(one.table, "samples", store.halfLife) } : { ...one, stepped: true }));
+  return [...samples, ...single(run, "step_done", "accumulation", "micro-batches per step").map((one) => ({ ...one, stepped: true }))];
 }
 
 function memoryTiers(run) {
@@ -171,19 +185,19 @@ export const CHARTS = [
   { id: "loss", section: "loss", title: "Training loss", series: (run, store) => withSmoothed(run, store, "loss"), smoothing: true, log: true, why: () => "No step is done yet." },
   { id: "held-out", section: "loss", title: "Held-out loss", note: "Fixed samples, noise and timesteps: comparable between steps and runs.", series: (run) => below(run, "held_out_loss", "losses"), best: true, log: true, why: () => "Set validation.holdout above 0 to measure it at every validation." },
   { id: "held-out-timesteps", section: "loss", title: "Held-out loss by timestep", note: "t 0 is the clean sample.", series: (run) => below(run, "held_out_loss", "by_timestep", "/loss").map((one) => ({ ...one, name: bucketName(one.name) })), log: true, why: () => "This log has no held-out loss by timestep." },
-  { id: "loss-timesteps", section: "loss", title: "Training loss by timestep", series: (run) => below(run, "loss_parts", "by_timestep", "/loss").map((one) => ({ ...one, name: bucketName(one.name) })), log: true, why: () => "This log has no loss by timestep." },
-  { id: "loss-datasets", section: "loss", title: "Training loss by dataset", series: (run) => below(run, "loss_parts", "by_dataset", "/loss"), log: true, why: () => "This log has no loss by dataset." },
-  { id: "loss-outputs", section: "loss", title: "Audio and video loss", series: (run) => below(run, "loss_parts", "by_part", "/loss"), log: true, why: () => "The model has one output." },
-  { id: "loss-experts", section: "loss", title: "Training loss by expert", series: (run) => { const parts = below(run, "loss_parts", "by_expert", "/loss"); return parts.length ? parts : below(run, "step_done", "loss").map((one) => ({ ...one, spanGaps: true })); }, log: true, why: () => "The model has one transformer." },
+  { id: "loss-timesteps", section: "loss", title: "Training loss by timestep", series: (run, store) => lossParts(run, store, "by_timestep").map((one) => ({ ...one, name: bucketName(one.name) })), log: true, why: () => "This log has no loss by timestep." },
+  { id: "loss-datasets", section: "loss", title: "Training loss by dataset", series: (run, store) => { const lines = lossParts(run, store, "by_dataset"); return lines.length > 1 ? lines : []; }, log: true, why: (run) => (below(run, "loss_parts", "by_dataset", "/loss").length ? "The run has one dataset." : "This log has no loss by dataset.") },
+  { id: "loss-outputs", section: "loss", title: "Audio and video loss", series: (run, store) => lossParts(run, store, "by_part"), log: true, why: () => "The model has one output." },
+  { id: "loss-experts", section: "loss", title: "Training loss by expert", series: (run, store) => { const parts = lossParts(run, store, "by_expert"); return parts.length ? parts : below(run, "step_done", "loss").map((one) => ({ ...one, spanGaps: true })); }, log: true, why: () => "The model has one transformer." },
 
   { id: "rate", section: "learning", title: "Learning rate", series: (run) => { const experts = below(run, "step_done", "lr").map((one) => ({ ...one, spanGaps: true })); return experts.length ? experts : single(run, "step_done", "lr", "learning rate"); }, why: () => "No step is done yet." },
   { id: "gradient", section: "learning", title: "Gradient norm", note: "Before clipping.", series: (run, store) => withSmoothed(run, store, "grad_norm"), log: true, why: () => "No step is done yet." },
-  { id: "moved-mean", section: "learning", title: "Weights moved, by block", note: "Change relative to the weights. 1 % means that the change has 1 % of their norm.", series: movedSummary, format: formatPercent, why: () => "This log does not say how far weights have moved." },
-  { id: "batch", section: "learning", title: "Batch size and ramp", series: (run) => [...single(run, "step_done", "samples", "samples per step"), ...single(run, "step_done", "accumulation", "micro-batches per step")].map((one) => ({ ...one, stepped: true })), why: () => "No step is done yet.", fromZero: true },
+  { id: "moved-mean", section: "learning", title: "Weights moved, by block", note: "Change relative to the weights. 1 % means that the change has 1 % of their norm. An adapter that ends below 0.1 % has learned next to nothing; with more than 50 %, look at the samples: the learning rate may be too high. A model with random weights, such as tiny, moves further.", series: movedSummary, format: formatPercent, why: () => "This log does not say how far weights have moved." },
+  { id: "batch", section: "learning", title: "Batch size and ramp", note: "Samples are averaged over steps: the last batch of a bucket may be smaller.", series: batchSizes, why: () => "No step is done yet.", fromZero: true },
 
-  { id: "throughput", section: "speed", title: "Throughput", note: "Samples per second.", series: throughput, format: perSecond, fromZero: true, why: () => "No step is done yet." },
-  { id: "phases", section: "speed", title: "Where each step went", note: "Seconds per step. Saving and sampling are spread over the steps before them.", series: stepPhases, format: formatSeconds, stacked: true, why: () => "This log has no times of the parts of a step." },
-  { id: "waits", section: "speed", title: "Waiting for batches", note: "Seconds per step.", series: loaderWaits, format: formatSeconds, fromZero: true, why: () => "No statistics of loading yet." },
+  { id: "throughput", section: "speed", title: "Throughput", note: "Samples of the last steps by their time, without checkpoints and validations.", series: throughput, format: perSecond, fromZero: true, why: () => "No step is done yet." },
+  { id: "phases", section: "speed", title: "Where each step went", note: "Time per step. Saving and sampling are spread over the steps before them.", series: stepPhases, format: formatSeconds, stacked: true, why: () => "This log has no times of the parts of a step." },
+  { id: "waits", section: "speed", title: "Waiting for batches", note: "Time per step.", series: loaderWaits, format: formatSeconds, fromZero: true, why: () => "No statistics of loading yet." },
   { id: "traffic", section: "speed", title: "Link traffic", note: "Weights copied to the device.", series: traffic, format: bytesPerSecond, fromZero: true, why: () => "No weights are streamed." },
   { id: "hidden", section: "speed", title: "Copying hidden behind computation", series: hiddenShare, format: formatPercent, fromZero: true, why: () => "Nothing was copied while steps ran." },
   { id: "cache", section: "speed", title: "Cache hits", note: "Share of encoded samples and captions by where they were found.", series: cacheShares, format: formatPercent, stacked: true, why: () => "No statistics of loading yet." },
@@ -306,7 +320,7 @@ export function planAgainstMeasured(run) {
   }
   const steps = tableOf(run, "step_done");
   const planned = typeof plan.seconds === "number" ? plan.seconds : plan.seconds?.step;
-  if (planned) rows.push(["seconds per step", formatSeconds(planned), formatSeconds(lastOf(smooth(steps ?? { columns: {} }, "seconds", 20)))]);
+  if (planned) rows.push(["time per step", formatSeconds(planned), formatSeconds(lastOf(smooth(steps ?? { columns: {} }, "seconds", 20)))]);
   return simpleTable(["", "plan", "measured"], rows, "Plan against measured");
 }
 

@@ -4,6 +4,7 @@
 import { announce, formatNumber, formatTime, h, replace } from "./basics.js";
 
 const MAX_COLUMNS = 200;
+const MAX_LARGE = 4;
 
 export class SamplesPanel {
   constructor(store, source) {
@@ -114,7 +115,7 @@ export class SamplesPanel {
       this.select();
     };
     const image = item.image ? h("img", { src: this.source.thumbnail(run, set, item.image), alt: "", loading: "lazy", decoding: "async", onload: crispIfSmall }) : h("span", { class: "no-image", text: item.audio ? "audio" : "file" });
-    const button = h("button", { type: "button", class: "cell", tabindex: "-1", "aria-label": `step ${set.step}, ${prompt.text}`, onclick: choose }, image, item.video ? h("span", { class: "kind", text: "video" }) : null, item.audio ? h("span", { class: "kind", text: "audio" }) : null);
+    const button = h("button", { type: "button", class: this.prompts.length > MAX_LARGE ? "cell" : "cell few", style: { aspectRatio: shapeOf(item) }, tabindex: "-1", "aria-label": `step ${set.step}, ${prompt.text}`, onclick: choose }, image, item.video ? h("span", { class: "kind", text: "video" }) : null, item.audio ? h("span", { class: "kind", text: "audio" }) : null);
     this.cells.set(`${run.id} ${set.step} ${index}`, button);
     return button;
   }
@@ -229,6 +230,12 @@ export class SamplesPanel {
 
 const keyOf = (item) => JSON.stringify([item.prompt, item.settings?.seed ?? null]);
 const itemOf = (set, prompt) => set.items.find((item) => keyOf(item) === prompt.key);
+
+// The width and height of a sample, as in `3 / 2`; a square if they are not known.
+function shapeOf(item) {
+  const { width, height } = item.settings ?? {};
+  return width > 0 && height > 0 ? `${width} / ${height}` : "1";
+}
 
 // Images of a few pixels, as those of the demo, are easier to judge with sharp edges.
 function crispIfSmall(event) {

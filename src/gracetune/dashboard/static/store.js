@@ -106,23 +106,57 @@ export function columnsBelow(table, prefix, suffix = "") {
   return found.sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
 }
 
-// An exponential average whose weight halves after `halfLife` logged steps. Rows that stand for
-// several steps count with their mean and their number.
+// An exponential average whose weight halves after `halfLife` logged steps, to both sides: a falling
+// curve is not above its values. Rows that stand for several steps count with their mean and their
+// number.
 export function smooth(table, name, halfLife) {
   const values = table.columns[name];
-  if (!values) return null;
-  if (halfLife <= 0) return values;
-  const means = table.means?.[name] ?? values;
+  if (!values || halfLife <= 0) return values ?? null;
+  return average(table.means?.[name] ?? values, values.map((_, row) => table.weights?.[row] ?? 1), halfLife);
+}
+
+// The average of values around each row, by their counts.
+export function average(values, counts, halfLife) {
   const decay = 0.5 ** (1 / halfLife);
-  let sum = 0;
-  let weight = 0;
-  return values.map((_, row) => {
-    const value = means[row];
-    if (value === null || value === undefined) return weight ? sum / weight : null;
-    const kept = decay ** (table.weights?.[row] ?? 1);
-    sum = sum * kept + value * (1 - kept);
-    weight = weight * kept + (1 - kept);
-    return sum / weight;
+  const sums = values.map(() => [0, 0]);
+  const isKnown = (row) => values[row] !== null && values[row] !== undefined && counts[row] > 0;
+  const sweep = (rows, withOwn) => {
+    let sum = 0;
+    let weight = 0;
+    for (const row of rows) {
+      if (isKnown(row)) {
+        const kept = decay ** counts[row];
+        const before = [sum, weight];
+        sum = sum * kept + values[row] * (1 - kept);
+        weight = weight * kept + (1 - kept);
+        if (withOwn) sums[row] = [sum, weight];
+        else sums[row] = [sums[row][0] + before[0] * kept, sums[row][1] + before[1] * kept];
+      } else sums[row] = [sums[row][0] + sum, sums[row][1] + weight];
+    }
+  };
+  const rows = [...values.keys()];
+  sweep(rows, true);
+  sweep(rows.reverse(), false);
+  return sums.map(([sum, weight]) => (weight ? sum / weight : null));
+}
+
+// Samples per second: those of the steps around each row, by their time.
+export function speeds(table, halfLife) {
+  const { samples, seconds } = table.columns;
+  if (!samples || !seconds) return [];
+  return ratio(smooth(table, "samples", halfLife), smooth(table, "seconds", halfLife));
+}
+
+// Seconds that all processes of a run have taken; those of a killed one end with its last step.
+export function secondsOfProcesses(run) {
+  const starts = (run.records.run_started ?? []).map((event) => event.time);
+  const times = tableOf(run, "step_done")?.times ?? [];
+  return starts.map((start, index) => {
+    const next = starts[index + 1] ?? Infinity;
+    const end = (run.records.run_ended ?? []).find((event) => event.time >= start && event.time < next);
+    if (end) return end.seconds;
+    const last = Math.max(start, ...times.filter((time) => time >= start && time < next));
+    return (next === Infinity ? Math.max(last, run.last_time ?? 0) : last) - start;
   });
 }
 
