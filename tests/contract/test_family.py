@@ -745,6 +745,7 @@ def edit_pipeline(folder, family):
 
     See `qwen_image.encode_edit`: the pipeline forgets them with transformers 5.
     """
+    family.restore_text_encoder(torch.device("cpu"))
     encoder = family.text_encoders[0]
 
     def encode(input_ids, **inputs):

@@ -19,6 +19,7 @@ from gracetune.cli.main import main
 from gracetune.config.load import load_run_file
 from gracetune.config.schema import ModelSection, ValidationSection
 from gracetune.errors import ConfigError
+from gracetune.models import pipeline_folder
 from gracetune.models.family import load_family
 from gracetune.models.pipeline_folder import without_progress_bars
 from gracetune.train.run import run_training
@@ -126,6 +127,41 @@ def test_a_family_trains_samples_and_exports(case, build_run, recorder, tmp_path
     assert len(files) == (2 if model in ("wan22-t2v", "wan22-i2v") else 1)
     for file in files:
         assert read_adapter(file, TABLES).layers
+
+
+def outputs_of(folder):
+    """Return the bytes of the adapter and of the validation samples of a run."""
+    files = [*folder.glob("adapter/*.safetensors"), *folder.glob("validation/*/0*")]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+@pytest.mark.parametrize(("case", "count"), [("flux", 2), ("wan22-t2v", 1)])
+def test_a_run_whose_texts_are_cached_reads_no_text_encoder(
+    case, count, build_run, tmp_path, monkeypatch
+):
+    loaded, read = [], pipeline_folder.read_text_encoder
+
+    def count_calls(folder, name, cls):
+        loaded.append(name)
+        return read(folder, name, cls)
+
+    monkeypatch.setattr(pipeline_folder, "read_text_encoder", count_calls)
+    prompts = ["a red ring", {"prompt": "a blue ring", "negative_prompt": "a green ring"}]
+    run = run_of(
+        *(case, build_run, tmp_path),
+        validation={"prompts": prompts},
+        cache_config={"persistent_cache": True},
+    )
+    run_training(run)
+    assert len(loaded) == count
+    cold, warm, path = Path(run.output_dir), tmp_path / "warm", tmp_path / "run.json"
+    path.write_text(run.model_copy(update={"output_dir": str(warm)}).model_dump_json())
+    assert main(["cache", "build", str(path)]) == 0
+    assert len(loaded) == 2 * count
+    assert main(["cache", "gc", str(path), "--yes"]) == 0
+    run_training(load_run_file(path).run)
+    assert len(loaded) == 2 * count
+    assert outputs_of(warm) == outputs_of(cold) != {}
 
 
 @pytest.mark.slow

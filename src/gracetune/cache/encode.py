@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from gracetune.cache.batch_reader import PromptNames
     from gracetune.cache.keys import CacheKey
     from gracetune.cache.store import Entry, Store
+    from gracetune.config.schema import ValidationSection
     from gracetune.data.batch_order import BucketGroup
     from gracetune.data.images import Decoders
     from gracetune.data.sample import Kind, Sample, Shape, Size
@@ -518,13 +519,16 @@ class PromptEncoder:
         groups: Iterable[BucketGroup],
         sources: Mapping[str, Source],
         prompt_names: PromptNames,
+        others: Iterable[str] = (),
     ) -> None:
         """Collect the prompts of all samples in the bucket groups.
 
-        `sources` are the files of each dataset, from which control images are read.
+        `sources` are the files of each dataset, from which control images are read. `others` are
+        texts without a sample, for a family whose text encoder sees no control images.
         """
         self._encoder, self._sources = encoder, sources
         self._transforms = prompt_names.transforms
+        self._others = tuple(others)
         self._prompts: dict[str, _Prompt] = {}
         for group in groups:
             for sample in group.samples:
@@ -536,14 +540,14 @@ class PromptEncoder:
     @property
     def names(self) -> list[str]:
         """Cache names of all prompts, including the empty one, in no particular order."""
-        return list(self._prompts)
+        return [*{**self._prompts, **dict.fromkeys(self._others)}]
 
     def encode(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
         """Return the text embeddings of the prompts with these cache names."""
+        if not self._encoder.takes_control:
+            return self._encoder.encode_text(names)
         prompts = [self._prompts[name] for name in names]
         captions = [prompt.caption for prompt in prompts]
-        if not self._encoder.takes_control:
-            return self._encoder.encode_text(captions)
         return self._encoder.encode_text(captions, [self._controls(prompt) for prompt in prompts])
 
     def _controls(self, prompt: _Prompt) -> list[Tensor]:
@@ -560,6 +564,23 @@ class PromptEncoder:
                 reason = f"its control image {control.key}: {error}"
                 raise unreadable_now(sample, reason) from error
         return rendered
+
+
+def validation_texts(section: ValidationSection, encoder: SampleEncoder) -> set[str]:
+    """Return the prompts of validation in a run file, negative ones included, that are cached.
+
+    Those of an encoder that sees control images are not: their images are not in a dataset.
+    """
+    if encoder.takes_control:
+        return set()
+    prompts = section.prompts or ()
+    own = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    return {
+        section.negative_prompt,
+        *(prompt for prompt in prompts if isinstance(prompt, str)),
+        *(prompt.prompt for prompt in own),
+        *(prompt.negative_prompt or EMPTY_PROMPT for prompt in own),
+    }
 
 
 # Tiling. Encoding large images and clips in tiles needs far less memory; the latents differ

@@ -57,6 +57,7 @@ from gracetune.cache.encode import (
     fill_text,
     find_unreadable,
     unreadable_now,
+    validation_texts,
 )
 from gracetune.cache.keys import latent_key, mask_key, text_key
 from gracetune.cache.loss_masks import fill_masks, mask_keys
@@ -114,16 +115,10 @@ MAX_LISTED_BUCKETS = 4
 DEVICE_TEXT_SHARE = 64
 """Text embeddings that stay on the device may use 1/64 of its memory, unless
 `cache_config.device_budget_gb` is set."""
-
-
 EXTREME_TEXTS = 64
 """Number of captions with most bytes, of which the one with most tokens is planned for."""
-
-
 SOME_TEXTS = 4
 """Number of long and of short captions whose embeddings the health checks look at."""
-
-
 TOKEN_DIMS = 3
 """Dimensions of a batch of embedded tokens: samples, tokens, features."""
 
@@ -200,7 +195,8 @@ class DataPipeline:
             preparer.latent_grid,
             self.tiling,
         )
-        prompts = PromptEncoder(family, groups, sources, self._prompt_names)
+        others = validation_texts(run.validation, family)
+        prompts = PromptEncoder(family, groups, sources, self._prompt_names, others)
         self._text_encoder = preparer.identity["text"]
         self._encode_texts(prompts, preparer.ranks)
         self._device_texts = self._cache_device_texts(train_groups, prompts)
@@ -237,6 +233,13 @@ class DataPipeline:
         latents, tensors = self._transfer.to_device(read_latents, tensors)
         weights = tensors.pop(LOSS_WEIGHTS, None)
         return Batch(latents, tensors, tuple(draw.sample for draw in draws), weights)
+
+    def read_texts(self, texts: Sequence[str]) -> Sequence[Entry]:
+        """Return the cached embeddings of captions and of `validation_texts`."""
+        try:
+            return self._reader.read_texts(texts)
+        except MissingEntriesError:  # damaged; texts can still be encoded
+            return self._family.encode_text(texts)
 
     def load_largest(self) -> Batch:
         """Read one sample of the largest size with the longest text, to find the peak of memory."""
@@ -371,7 +374,7 @@ class DataPipeline:
         def read_texts(some: Sequence[str]) -> list[Entry]:
             try:
                 return self._reader.read_texts(some)
-            except MissingEntriesError:  # damaged; the text encoder is still loaded
+            except MissingEntriesError:  # damaged; texts can still be encoded
                 self._encode_missing_texts(prompts)
                 return self._reader.read_texts(some)
 
@@ -765,7 +768,8 @@ def required_keys(run: RunFile, family: Family, emit: Emit) -> set[CacheKey]:
     corruption = CorruptionLog(emit, folder / "corruption.json")
     transforms, tiling = _sample_transforms(run, family), tiling_rule(run, family)
     prompt_names = PromptNames(family.takes_control, transforms)
-    keys: set[CacheKey] = set()
+    texts = validation_texts(run.validation, family)
+    keys = {text_key(text, identity["text"]) for text in texts}
     for index, section in enumerate(run.datasets):
         dataset = open_dataset(section, index, emit, corruption, output_dir=folder, seed=run.seed)
         plan = buckets.assign(dataset.samples, section, section.bucket_step or family.pixel_step)

@@ -24,7 +24,7 @@ from gracetune.models.pipeline_folder import (
     check_channels,
     copy_other_components,
     digest_of_folder,
-    read_again,
+    load_text_encoder,
     read_scheduler,
     weights_hasher,
     without_progress_bars,
@@ -89,6 +89,7 @@ class DiffusersFamily:
     def __init__(self, parts: PipelineParts) -> None:
         self.parts = parts
         self.folder = parts.folder
+        self._device = torch.device("cpu")
         self.vae = parts.components["vae"]
         self.transformer = parts.components[self.shapes.component]
         check_channels(
@@ -108,7 +109,7 @@ class DiffusersFamily:
 
     @property
     def text_encoders(self) -> list[nn.Module]:
-        """The text encoders; empty once they are released."""
+        """The text encoders that are loaded; `encode_text` loads all."""
         return list(self.parts.encoders.values())
 
     @property
@@ -192,7 +193,8 @@ class DiffusersFamily:
             transformer.enable_gradient_checkpointing()
 
     def to(self, device: torch.device) -> None:
-        """Move all models but the transformers, if they were not released, to a device."""
+        """Move all models but the transformers to a device, also those that are loaded later."""
+        self._device = device
         for name, component in self.parts.components.items():
             if isinstance(component, nn.Module) and not name.startswith(self.shapes.component):
                 component.to(device)
@@ -200,22 +202,25 @@ class DiffusersFamily:
     def release_text_encoder(self) -> None:
         """Free the text encoders: they take gigabytes, and training does not need them."""
         encoders = list(self.parts.encoders)
-        self.parts.released.extend(encoders)
+        self.parts.unloaded.extend(encoders)
         self.parts.components.update(dict.fromkeys(encoders))
 
     def text_encoder_nbytes(self) -> int:
-        """Return the size of the released text encoders' files in bytes."""
+        """Return the size in bytes of the files of all text encoders that are not loaded."""
         return sum(
             file.stat().st_size
-            for name in self.parts.released
+            for name in self.parts.unloaded
             for file in (self.folder / name).glob("*.safetensors")
         )
 
     def restore_text_encoder(self, device: torch.device) -> None:
-        """Load the text encoders again, after `release_text_encoder`."""
-        while self.parts.released:
-            name = self.parts.released.pop()
-            self.parts.components[name] = read_again(self.parts, name).to(device)
+        """Load the text encoders that are not loaded, to a device."""
+        # Weights that a file lacks are random. A run's own numbers must not depend on the cache.
+        with torch.random.fork_rng(devices=[]):
+            while self.parts.unloaded:
+                name = self.parts.unloaded[-1]
+                self.parts.components[name] = load_text_encoder(self.parts, name).to(device)
+                self.parts.unloaded.pop()
 
     def export(self, folder: Path) -> None:
         """Write a whole pipeline folder. Components that were not trained are linked or copied."""
@@ -306,7 +311,12 @@ class DiffusersFamily:
     def encode_text(
         self, captions: Sequence[str], images: Sequence[Sequence[Tensor]] = ()
     ) -> list[dict[str, Tensor]]:
-        """Encode each caption on its own, with its control images if the model takes any."""
+        """Encode each caption on its own, with its control images if the model takes any.
+
+        The text encoders are loaded first if they are not: a run whose texts are all in the cache
+        never needs them.
+        """
+        self.restore_text_encoder(self._device)
         with torch.no_grad(), without_progress_bars():
             if not images:
                 return [self.encode_caption(caption) for caption in captions]

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 TRANSFORMER_FOLDERS = {"": "transformer", "high": "transformer", "low": "transformer_2"}
 """Folder of each transformer: of a single one, and of those for high and low noise."""
+TEXT_ENCODER = "text_encoder"
+"""Start of the names of text encoders."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 READ_ERRORS = (OSError, ValueError, KeyError, IndexError, RuntimeError, SafetensorError)
 """Errors that diffusers and transformers raise if a folder is incomplete or damaged."""
@@ -58,17 +60,18 @@ class PipelineParts:
     index: Mapping[str, Any]
     """The content of `model_index.json`: the pipeline's class, components and settings."""
     components: dict[str, Any]
-    """Component by its name in the pipeline; None if the folder has none of this name."""
-    released: list[str] = field(default_factory=list)
-    """Names of the text encoders that were released."""
+    """Component by its name in the pipeline; None if the folder has none, or if it is not loaded.
+    """
+    unloaded: list[str] = field(default_factory=list)
+    """Names of the text encoders that are not loaded, which is all of them at first."""
 
     @property
     def encoders(self) -> dict[str, nn.Module]:
-        """The text encoders by name; empty once they are released."""
+        """The text encoders that are loaded, by name."""
         return {
             name: module
             for name, module in self.components.items()
-            if name.startswith("text_encoder") and module is not None
+            if name.startswith(TEXT_ENCODER) and module is not None
         }
 
     def pipeline(self, **replaced: Any) -> Any:
@@ -125,11 +128,12 @@ def read_parts(
     transformers: Mapping[str, Any] | None = None,
     ignored: Sequence[str] = (),
 ) -> PipelineParts:
-    """Read all components of the pipeline that `model.path` names.
+    """Read all components of the pipeline that `model.path` names, except text encoders.
 
-    Components in `ignored`, and those that the family never needs, are None. `pipelines` are the
-    classes of pipelines that the family reads, and `vae` is its VAE's class. `transformers`, if
-    given, are used instead of those in the folder.
+    Those are only checked: `load_text_encoder` loads them when a text is encoded. Components in
+    `ignored`, and those that the family never needs, are None. `pipelines` are the classes of
+    pipelines that the family reads, and `vae` is its VAE's class. `transformers`, if given, are
+    used instead of those in the folder.
     """
     import diffusers
 
@@ -138,6 +142,7 @@ def read_parts(
     folder = find_model_folder(section)
     index = read_model_index(folder)
     check_pipeline_class(folder, index, pipelines, section.family)
+    text_encoders = _check_text_encoders(folder, index)  # before gigabytes are read
     components: dict[str, Any] = {}
     for name, entry in index.items():
         if not _is_component(entry):
@@ -152,8 +157,8 @@ def read_parts(
             components[name] = read_transformer(cls, section, folder, name, file, shapes)
         elif name == "vae":
             components[name] = read_vae(folder, getattr(diffusers, vae))
-        elif name == "scheduler":
-            components[name] = None  # read for every sampling: it has state
+        elif name == "scheduler" or name in text_encoders:
+            components[name] = None  # a scheduler has state, so it is read for every sampling
         else:
             components[name] = _read_other(folder, name, library, cls_name)
     if section.transformer_2_file is not None and components.get("transformer_2") is None:
@@ -167,7 +172,7 @@ def read_parts(
                 f"{folder / MODEL_INDEX} names no {name}. Download the model again, or name "
                 "another model.path."
             )
-    return PipelineParts(folder, index, components)
+    return PipelineParts(folder, index, components, text_encoders)
 
 
 def _is_component(entry: object) -> bool:
@@ -181,7 +186,6 @@ def _is_component(entry: object) -> bool:
 
 def _read_other(folder: Path, name: str, library: str, cls_name: str) -> Any:
     """Read a tokenizer, an image processor, or a frozen model such as a text encoder."""
-    import diffusers
     import transformers
 
     if name.startswith("tokenizer"):
@@ -190,6 +194,18 @@ def _read_other(folder: Path, name: str, library: str, cls_name: str) -> Any:
         return read_pretrained(folder, name, auto)
     if "processor" in name or "extractor" in name:
         return read_pretrained(folder, name, transformers.AutoImageProcessor)
+    cls = _find_class(folder, name, library, cls_name)
+    if library != "transformers":
+        model = read_pretrained(folder, name, cls, torch_dtype=torch.float32)
+        return model.eval().requires_grad_(False)
+    return read_text_encoder(folder, name, cls)
+
+
+def _find_class(folder: Path, name: str, library: str, cls_name: str) -> Any:
+    """Return the class of a frozen model that `model_index.json` names."""
+    import diffusers
+    import transformers
+
     # diffusers' index names the package of a model of its own, such as `stable_audio`.
     cls = getattr(transformers if library == "transformers" else diffusers, cls_name, None)
     if cls is None:
@@ -197,14 +213,11 @@ def _read_other(folder: Path, name: str, library: str, cls_name: str) -> Any:
             f"{folder / MODEL_INDEX} names the class {library}.{cls_name} for {name}, which is not "
             "in the installed versions of diffusers and transformers. Name another model.path."
         )
-    if library != "transformers":
-        model = read_pretrained(folder, name, cls, torch_dtype=torch.float32)
-        return model.eval().requires_grad_(False)
-    return read_text_encoder(folder, name, cls)
+    return cls
 
 
-def read_again(parts: PipelineParts, name: str) -> nn.Module:
-    """Load a frozen component again that was released."""
+def load_text_encoder(parts: PipelineParts, name: str) -> nn.Module:
+    """Load a text encoder that is not loaded."""
     library, cls_name = parts.index[name]
     model: nn.Module = _read_other(parts.folder, name, library, cls_name)
     return model
@@ -263,6 +276,34 @@ def read_vae(folder: Path, cls: Any) -> Any:
         read_model_config(folder / "vae", cls.__name__, "VAE of this family")
     vae = read_pretrained(folder, "vae", cls, torch_dtype=torch.float32)
     return vae.eval().requires_grad_(False)
+
+
+def _check_text_encoders(folder: Path, index: Mapping[str, Any]) -> list[str]:
+    """Raise if a text encoder is incomplete, without reading its weights; return all names.
+
+    Other faults are found when a text is encoded, which is still before training: cache keys have
+    a digest of the folder, so no embedding of a damaged text encoder is cached.
+    """
+    entries = {name: entry for name, entry in index.items() if name.startswith(TEXT_ENCODER)}
+    names = [name for name, entry in entries.items() if _is_component(entry) and entry[1]]
+    for name in names:
+        _find_class(folder, name, *index[name])
+        read_component(folder, name, _check_files)
+    return names
+
+
+def _check_files(folder: Path) -> None:
+    """Raise if a model has no configuration, or if a file with weights is missing or cut."""
+    json.loads((folder / "config.json").read_text())
+    shards = folder / "model.safetensors.index.json"
+    files = {file for file in [folder / "model.safetensors"] if file.is_file()}
+    if not files and shards.is_file():
+        files = {folder / name for name in json.loads(shards.read_text())["weight_map"].values()}
+    if not files and not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
+        raise FileNotFoundError("it has no file with weights")
+    for file in sorted(files):
+        with safe_open(file, "pt"):
+            pass
 
 
 def read_text_encoder(folder: Path, name: str, cls: Any) -> nn.Module:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gracetune.data.sample import Shape
     from gracetune.models.family import AudioFormat, Family, MediaKind
 
+    ReadTexts = Callable[[Sequence[str]], Sequence[Mapping[str, Tensor]]]
 
 FRAME_STEP = 4
 """Videos have 4n + 1 frames: the VAE encodes the first frame alone and then groups of four."""
@@ -185,11 +186,13 @@ def build_requests(
     family: Family,
     tiling: Tiling,
     names: SettingNames | None = None,
+    read_texts: ReadTexts | None = None,
 ) -> list[SampleRequest]:
     """Read the input images, encode the texts, and return requests for all samples, in order.
 
     A request has one seed, shape, number of steps and so on, so there is one for each group of
-    successive prompts that share these. The texts are on the CPU.
+    successive prompts that share these. The texts are on the CPU. `read_texts` returns the
+    embeddings of texts without control images; by default, the family encodes them.
     """
     images: list[list[Tensor]] = []
     text_images: list[list[Tensor]] = []
@@ -203,7 +206,7 @@ def build_requests(
             text_images.append(_read_images(one.images, size, setting, controls))
         else:
             images.append(_read_images(one.images, size, setting))
-    encode = _text_encoder(family, planned, text_images)
+    encode = _text_encoder(family, planned, text_images, read_texts or family.encode_text)
     requests = []
     for group in _groups(planned):
         first, indices = planned[group.start], range(group.start, group.stop)
@@ -242,9 +245,12 @@ def _groups(planned: Sequence[PlannedPrompt]) -> list[slice]:
 
 
 def _text_encoder(
-    family: Family, planned: Sequence[PlannedPrompt], images: Sequence[Sequence[Tensor]]
+    family: Family,
+    planned: Sequence[PlannedPrompt],
+    images: Sequence[Sequence[Tensor]],
+    read_texts: ReadTexts,
 ) -> Callable[[str, int], dict[str, Tensor]]:
-    """Encode all prompts and negative prompts; return a function that looks up the embedding.
+    """Encode or read all prompts, negative ones too; return a function that looks one up.
 
     If the family encodes prompts together with control images, an embedding is that of a text with
     the images of one prompt; otherwise, it depends on the text alone.
@@ -257,12 +263,13 @@ def _text_encoder(
         found = {pair: _to_host(text) for pair, text in zip(pairs, encoded, strict=True)}
         return lambda text, index: found[text, index]
     unique = list(dict.fromkeys(text for text, _ in pairs))
-    by_text = dict(zip(unique, map(_to_host, family.encode_text(unique)), strict=True))
+    by_text = dict(zip(unique, map(_to_host, read_texts(unique)), strict=True))
     return lambda text, _: by_text[text]
 
 
 def _to_host(text: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: tensor.cpu() for key, tensor in text.items()}
+    # Copied, because an embedding in a cache is a view of its file.
+    return {key: tensor.to("cpu", copy=True) for key, tensor in text.items()}
 
 
 # Checks

@@ -474,7 +474,7 @@ def check_validation(run: RunFile, family: Family) -> None:
 def build_validation(
     run: RunFile, family: Family, pipeline: DataPipeline, emit: Emit
 ) -> ValidationSetup | None:
-    """Encode the prompts and load the held-out samples; None if the run never validates."""
+    """Read the encoded prompts and the held-out samples; None if the run never validates."""
     if not validation_enabled(run):
         return None
     prompts: Sequence[str | PromptSection] | None = run.validation.prompts
@@ -490,7 +490,7 @@ def build_validation(
     return ValidationSetup(
         folder=Path(run.output_dir) / VALIDATION_FOLDER,
         prompts=tuple(one.prompt for one in planned),
-        requests=build_requests(planned, family, pipeline.tiling),
+        requests=build_requests(planned, family, pipeline.tiling, read_texts=pipeline.read_texts),
         held_out=[pipeline.load(draws) for draws in pipeline.held_out_draws],
         planned=planned,
     )

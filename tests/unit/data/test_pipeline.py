@@ -16,11 +16,11 @@ from PIL import Image
 
 from gracetune.cache.batch_reader import PromptNames, SampleTransforms
 from gracetune.cache.batch_transfer import build_batch_transfer
-from gracetune.cache.encode import EncodeItem, PromptEncoder, decode_item
+from gracetune.cache.encode import EMPTY_PROMPT, EncodeItem, PromptEncoder, decode_item
 from gracetune.cache.keys import text_key
 from gracetune.cache.loss_masks import render_masks
 from gracetune.config.dataset_schema import DatasetSection
-from gracetune.config.schema import RunFile
+from gracetune.config.schema import ModelSection, RunFile
 from gracetune.data import pipeline as pipeline_module
 from gracetune.data.augment import SampleTransform, render, sample_transform
 from gracetune.data.batch_order import BucketGroup
@@ -86,6 +86,24 @@ def test_the_encoders_are_identified_once(tiny_run, recorder, monkeypatch, tmp_p
     folder.mkdir()
     DataPipeline(run, family, transfer, folder, recorder).close()
     assert len(calls) == 1
+
+
+def test_the_prompts_of_validation_are_cached_and_lost_ones_encoded(build, monkeypatch):
+    prompts = ["a sun", {"prompt": "a moon", "negative_prompt": "fog"}, {"prompt": "a cloud"}]
+    pipeline = build(validation={"prompts": prompts, "negative_prompt": "noise"})
+    texts = ["a sun", "a moon", "a cloud", "fog", "noise", EMPTY_PROMPT, "a text that was lost"]
+    family, encoded = load(ModelSection()), []
+    expected = family.encode_text(texts)
+
+    def encode_text(_, captions):
+        encoded.extend(captions)
+        return expected[-1:]
+
+    monkeypatch.setattr(type(family), "encode_text", encode_text)
+    found = [*pipeline.read_texts(texts[:-1]), *pipeline.read_texts(texts[-1:])]
+    assert encoded == texts[-1:]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one["tokens"], other["tokens"])
 
 
 def test_the_largest_batch_has_the_longest_text_of_the_run(build_dataset, folder):
