@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from gracetune.errors import ModelError
 from gracetune.models.family import EncodedShape, GeneratedSample, PlannerShapes
+from gracetune.models.key_tables import JOINT_ATTENTION_LINEARS
 from gracetune.models.pipeline_folder import weights_hasher
 
 if TYPE_CHECKING:
@@ -117,14 +118,7 @@ class Tiny:
     prediction: PredictionType = "flow"
     noise_schedule: None = None
     adapter_targets: tuple[str, ...] = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION_LINEARS,
         "ff.net.0.proj",
         "ff.net.2",
         "ff_context.net.0.proj",
