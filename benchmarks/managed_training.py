@@ -42,6 +42,8 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matmuls
+# Without it, `torch.cuda.is_available` initializes CUDA, which a forked process cannot use.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import allocator_setup  # noqa: F401  before torch, which reads the setting at import
 
