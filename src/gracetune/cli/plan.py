@@ -671,8 +671,9 @@ def _notes(
     run_file: RunFile, samples: int | None, config_note: str, budget: PlanBudget
 ) -> tuple[str, ...]:
     """Return the notes of the report. `config_note` is about the model's configuration, if any."""
-    from gracetune.plan.managed import describe_other_access
+    from gracetune.plan.managed import describe_other_access, managed_choices
 
+    roles = {role for choice in managed_choices(run_file) for role in choice}
     notes = []
     if budget.ranks > 1:
         notes.append("speed and memory are those of one GPU, unless the line says otherwise")
@@ -685,7 +686,7 @@ def _notes(
             "a dataset cannot be listed here, so its cache is not counted in host memory; pass "
             "--samples"
         )
-    if budget.managed_nbytes and (note := describe_other_access(run_file)):
+    if budget.managed_nbytes and (note := describe_other_access(run_file, roles)):
         notes.append(note)
     if config_note:
         notes.append(config_note)

@@ -249,16 +249,17 @@ class CostModel:
     ) -> CostModel:
         """Return a copy with scaled compute times and scaled host-device bandwidth.
 
-        `in_place_factor` scales the bandwidth with which kernels use managed memory; by default,
-        it is scaled like that of copies.
+        `in_place_factor` scales the bandwidth with which kernels use managed memory, and with which
+        its pages move; by default, it is scaled like that of copies.
         """
+        managed_factor = link_factor if in_place_factor is None else in_place_factor
         other = copy(self)
         other.rates = replace(
             self.rates,
             link_in=self.rates.link_in * link_factor,
             link_out=self.rates.link_out * link_factor,
-            in_place=self.rates.in_place
-            * (link_factor if in_place_factor is None else in_place_factor),
+            in_place=self.rates.in_place * managed_factor,
+            prefetch=self.rates.prefetch * managed_factor,
         )
         other._compute_factor = self._compute_factor * compute_factor
         other._costs = {}

@@ -502,6 +502,8 @@ class EffectiveRates:
     """Function that times single kernels on the machine at hand; None: use the rates above."""
     in_place: float = float("inf")
     """Bandwidth of kernels that use host memory in place."""
+    prefetch: float = float("inf")
+    """Bandwidth of managed pages that move to the device and back, in the slower direction."""
     step_share: float = 1.0
     """Speed of a matmul inside a long step, as a share of its speed when timed alone. A GPU that
     computes for seconds reaches its power limit and lowers its clock."""
@@ -559,6 +561,7 @@ def effective_rates(rates: MachineRates) -> EffectiveRates:
         both_ways_share=rates.both_ways_share,
         timer=rates.timer,
         in_place=rates.in_place or rates.link_in * _IN_PLACE_SHARE,
+        prefetch=rates.link_out * _PREFETCH_OUT_SHARE,
         step_share=share["step_share"],
         host=rates.host,
     )

@@ -234,7 +234,7 @@ def _report_plan(
     """Emit the decisions of a plan, the expected speed, and what that speed does not contain."""
     emit(Notice(f"plan: {describe(plan)}"))
     emit(Notice(f"plan: expect {describe_speed(plan)}"))
-    other_access = describe_other_access(run)
+    other_access = describe_other_access(run, plan.managed)
     if other_access and plan.seconds.wait_managed > 0:
         emit(Notice(f"plan: {other_access}", level="warning"))
     emit(Notice(describe_shapes(problem, plan)))

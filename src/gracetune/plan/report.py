@@ -283,7 +283,8 @@ def _places(plan: Plan, budget: PlanBudget) -> Iterator[str]:
         if role in plan.managed and role in elsewhere:
             place, cost = f"{place}, rest managed", cost + seconds
         elif role in plan.managed:
-            place, cost = "managed, used in place", seconds
+            place = "managed, prefetched" if role == "weights" else "managed, used in place"
+            cost = seconds
         if nbytes or role in elsewhere:
             yield _place_row(names.get(role, role), nbytes, place, cost, seconds)
     place = "device" if not plan.host.activations else "some offloaded"

@@ -577,8 +577,9 @@ def _explain_no_fit(
         return (
             f"{format_bytes(budget.device_nbytes)} of {kind} is too little for {model.name}: "
             f"it needs at least {_smallest_sufficient(required)} (batch {smallest.batch}, "
-            f"{_describe_streamed(smallest)}, activations: {modes}). Raise the budget, lower the "
-            f"resolution or the number of frames, or train fewer weights{_managed_advice(budget)}."
+            f"{_describe_streamed(smallest)}, activations: {modes}{_describe_managed(smallest)}). "
+            "Raise the budget, lower the resolution or the number of frames, or train fewer "
+            f"weights{_managed_advice(budget)}."
         )
     in_managed = managed_nbytes(model.at(smallest.batch), smallest, fixed)
     total = sum(in_managed.get(role, 0) for role in smallest.managed)
@@ -601,6 +602,10 @@ def _explain_no_fit(
         f"device needs at least {_smallest_sufficient(lambda _: host)}. Allow more device memory, "
         f"{fewer}set model.quantize, or use a machine with more memory."
     )
+
+
+def _describe_managed(candidate: PlanCandidate) -> str:
+    return f", in managed memory: {' and '.join(candidate.managed)}" if candidate.managed else ""
 
 
 def _managed_advice(budget: PlanBudget) -> str:

@@ -145,7 +145,14 @@ def build_managed_run(
             num_transformers=len(transformers_of(family.transformer)),
             stepper=stepper,
             texts=texts,
-            placements=_placements(settings.managed_access, roles, emit),
+            placements=_placements(
+                settings.managed_access,
+                roles,
+                emit,
+                follows_pattern=memory.pattern is not None,
+                trained_are_cast=run.train.mixed_precision != "no"
+                and all(p.dtype is torch.float32 for p in parameters.values()),
+            ),
             forced=roles,
             reserve_nbytes=session.policy.stage2_below(session.machine.platform.device_bytes),
             excluded=NOT_ON_RANKS if ranks.world_size > 1 else (),
@@ -158,14 +165,25 @@ def build_managed_run(
 
 
 def _placements(
-    access: str, roles: Collection[ManagedRole], emit: Emit
+    access: str,
+    roles: Collection[ManagedRole],
+    emit: Emit,
+    *,
+    follows_pattern: bool,
+    trained_are_cast: bool,
 ) -> dict[ManagedRole, ManagedPlacement]:
-    """Return the placement of the roles for which `managed_access` sets one.
+    """Return the placement of the roles for which `managed_access` or its default sets one.
 
-    Offloaded activations are always copied to host memory, and some roles cannot be prefetched.
+    Offloaded activations are always copied to host memory, and some roles cannot be prefetched. By
+    default, weights that matrix products read are prefetched: in place, a product reads them over
+    the link once for each tile of the activations. Trained weights that are cast are read once.
     """
     placements: dict[ManagedRole, ManagedPlacement] = {"activations": "in_place"}
     if access == "auto":
+        if not follows_pattern:
+            placements["weights"] = "prefetch"
+            if not trained_are_cast:
+                placements["trained"] = "prefetch"
         return placements
     for role in MANAGED_ROLES:
         is_impossible = role == "activations" or (access == "prefetch" and role not in PREFETCHED)

@@ -466,7 +466,7 @@ def test_the_limit_of_managed_memory_is_that_of_a_ranks_host_memory() -> None:
     [
         ("use_uvm:True", "prefetch", "managed_access: prefetch"),
         ("use_uvm:True,uvm_access_pattern:gpu_first", "auto", "uvm_access_pattern: gpu_first"),
-        ("use_uvm:True,uvm_access_pattern:gpu_first", "in_place", ""),
+        ("use_uvm:True,uvm_access_pattern:gpu_first", "in_place", "read weights over the link"),
         ("use_uvm:True", "auto", ""),
     ],
 )
@@ -474,9 +474,10 @@ def test_a_note_names_an_access_whose_time_is_not_predicted(
     monkeypatch: pytest.MonkeyPatch, environment: str, access: str, named: str
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", environment)
-    run = RunFile.model_validate({"gh200_optimizations": {"managed_access": access}})
+    settings = {"managed": ["weights", "ema"], "managed_access": access}
+    run = RunFile.model_validate({"gh200_optimizations": settings})
     budget = PlanBudget(96 * GIB, 480 * GIB, managed_nbytes=GIB)
-    notes = [text for text in plan._notes(run, 1, "", budget) if "managed memory" in text]
+    notes = [text for text in plan._notes(run, 1, "", budget) if "managed_access" in text]
     assert len(notes) == bool(named)
     assert all(named in note for note in notes)
     assert not plan._notes(run, 1, "", PlanBudget(96 * GIB, 480 * GIB))

@@ -22,7 +22,7 @@ from gracetune.plan.search import (
 
 STATE, AVERAGES, ROOMY = 2000, 400, 10_000
 FIXED = FixedMemory(STATE, batches_ahead=0, averages_nbytes=AVERAGES)
-SLOW = replace(SPEEDS, in_place=50.0)
+SLOW = replace(SPEEDS, in_place=50.0, prefetch=20.0)
 CHOICES = ((), ("ema",), ("ema", "optimizer"), ("ema", "optimizer", "gradients"))
 
 
@@ -96,6 +96,19 @@ def test_roles_cost_their_bytes_over_the_link():
     trained = costs.trained_nbytes
     expected = trained * (3 / 50 + 4 / (50 * 0.5)) / 4  # three more backward passes add to them
     assert seconds["gradients"] == pytest.approx(expected)
+
+
+def test_weights_cost_their_way_to_the_device_and_back():
+    costs = build_model().at(1)
+    again = candidate(accumulation=4, activations="recompute")
+    nbytes = managed_nbytes(costs, again, FIXED)["weights"]
+    seconds = managed_seconds(costs, again, FIXED, SLOW)
+    assert seconds["weights"] == pytest.approx(2 * nbytes / 20)  # forward and backward
+    trained = costs.trained_nbytes
+    assert seconds["trained"] == pytest.approx(2 * trained / 20 + trained * (1 / 50 + 1 / 50) / 4)
+    cast = replace(costs, cast_copies_nbytes=trained // 2)
+    in_place = managed_seconds(cast, again, FIXED, SLOW)["trained"]
+    assert in_place == pytest.approx(trained * (3 / 50 + (1 / 50 + 1 / 50) / 4))
 
 
 def test_auto_leaves_managed_memory_alone_if_everything_fits():

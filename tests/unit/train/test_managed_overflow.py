@@ -7,6 +7,7 @@ import itertools
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -31,6 +32,7 @@ from gracetune.plan.managed import managed_choices
 from gracetune.plan.search import predict
 from gracetune.plan.simulate import candidate_of
 from gracetune.train import step as stepping
+from gracetune.train.managed_overflow import _placements
 from gracetune.train.run import run_training
 from gracetune.units import MIB, format_bytes
 
@@ -324,7 +326,7 @@ def test_a_role_of_the_plan_that_exceeds_the_cap_is_not_blamed_on_the_run_file(
 def test_training_says_that_its_plan_predicts_another_access(train, machine, recorder, access):
     gh200 = {"managed": ["optimizer"], "managed_access": access, "managed_memory": "1GB"}
     train(UVM | gh200, PLAN)
-    expected = "plan: times of managed memory are those of managed_access: in_place, not of"
+    expected = "plan: times of managed memory are those of managed_access: auto, not of"
     notes = [notice for notice in recorder.of(Notice) if notice.text.startswith(expected)]
     assert [note.level for note in notes] == ["warning"] * (access == "prefetch")
 
@@ -551,7 +553,30 @@ def test_forced_roles_move_when_the_plan_is_applied(train, machine, recorder):
     assert {e.reason for e in recorder.of(ManagedOverflow)} == {"gh200_optimizations.managed"}
 
 
-@pytest.mark.parametrize("access", ["in_place", "prefetch"])
+@pytest.mark.parametrize("access", ["auto", "in_place"])
+def test_weights_are_prefetched_unless_the_run_file_wants_them_in_place(
+    train, machine, recorder, access
+):
+    """In place, matrix products would read them over the link again and again."""
+    gh200 = {"managed": ["weights"], "managed_access": access, "managed_memory": "1GB"}
+    train(UVM | gh200, PLAN, adapter={})
+    (event,) = recorder.of(ManagedOverflow)
+    assert ("prefetch" in event.placement) == (access == "auto")
+    moved = sum(machine.traffic.prefetched.to_device for machine in machine.drivers)
+    assert (moved > 0) == (access == "auto")
+    warned = [n for n in recorder.of(Notice) if "matrix products read weights over" in n.text]
+    assert [notice.level for notice in warned] == ["warning"] * (access == "in_place")
+
+
+@pytest.mark.parametrize(("cast", "placement"), [(True, None), (False, "prefetch")])
+def test_trained_weights_are_prefetched_if_matrix_products_read_them(cast, placement):
+    choose = partial(_placements, roles=(), emit=pytest.fail, trained_are_cast=cast)
+    assert choose("auto", follows_pattern=False).get("trained") == placement
+    assert choose("auto", follows_pattern=False)["weights"] == "prefetch"
+    assert choose("auto", follows_pattern=True) == {"activations": "in_place"}
+
+
+@pytest.mark.parametrize("access", ["auto", "in_place", "prefetch"])
 def test_of_an_adapters_model_only_resident_weights_are_managed(
     train, machine, recorder, monkeypatch, access
 ):
