@@ -60,7 +60,7 @@ MATMUL_OPS = {
     "aten::baddbmm",
     "aten::convolution",
     "aten::_scaled_mm",
-    "gracetune::kron_linear",
+    "gracetune::lokr_linear",
     "gracetune::lora_linear",
     "gracetune::lora_linears",
     "gracetune::lora_linear_fp8",

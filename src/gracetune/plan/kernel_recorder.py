@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from gracetune.adapters.compute.lora_matmul import scaled_matmul, scaled_matmul_kernel
+from gracetune.adapters.compute.operators import NAMESPACE, OPERATORS
 from gracetune.plan.trace_records import HostCalls, Op, record_call
 
 if TYPE_CHECKING:
@@ -46,8 +46,6 @@ GEMMS = {
     aten.convolution_backward,
     aten._scaled_mm,
 }
-CUSTOM_OP_NAMESPACE = "gracetune"
-"""Namespace under which our custom operators are registered in torch."""
 SPLIT_OUTLIERS = "gracetune::split_outliers"
 """Custom operator whose matmuls prepare an input for fp8. Checkpointing does not keep them."""
 _ALLOCATES_ONLY = {aten.empty, aten.empty_like, aten.new_empty, aten.new_empty_strided}
@@ -73,7 +71,7 @@ def attention_workspace(query: Tensor) -> int:
 
 def is_custom_op(func: object) -> bool:
     """Return True for gracetune's own operators, which compute a matmul and its LoRA."""
-    return isinstance(func, torch._ops.OpOverload) and func.namespace == CUSTOM_OP_NAMESPACE
+    return isinstance(func, torch._ops.OpOverload) and func.namespace == NAMESPACE
 
 
 def is_matmul_or_attention(func: object) -> bool:
@@ -193,7 +191,7 @@ def _custom_op_kernels(
     """
     recorder = _CustomOpRecorder(weights, backward)
     with recorder, Fp8Kernels():
-        out = OPDEFS[func._schema.name]._init_fn(*args)
+        out = OPERATORS[func._schema.name].function(*args)
     written = float(sum(touched_nbytes(tensor) for tensor in tensors_of(out)))
     is_frozen = not _splits_outliers(func)
     ops = [replace(op, frozen=is_frozen, out_nbytes=0.0) for op in recorder.ops]

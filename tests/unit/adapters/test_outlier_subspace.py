@@ -249,7 +249,7 @@ def test_a_layer_that_its_adapter_does_not_call_is_calibrated():
 def test_split_outliers_is_a_valid_operator(turned):
     x, along = inputs_with_outliers(32, 64), find_outlier_subspace(inputs_with_outliers(100, 64))
     given = (x.t().contiguous().t() if turned else x, along)
-    torch.library.opcheck(lora_matmul.split_outliers, given)
+    torch.library.opcheck(lora_matmul.split_outliers.overload, given)
     main, rest = lora_matmul.split_outliers(*given)
     torch.testing.assert_close(main @ along + rest, x)
 

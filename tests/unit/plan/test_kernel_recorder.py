@@ -60,9 +60,9 @@ def test_a_fused_lora_layer_is_two_thin_matmuls_and_the_frozen_one() -> None:
     with FakeTensorMode():
         o = operands()
         args = o["x"], o["weight"], o["bias"], o["down"], o["up"], 1.0
-        forward = kernels(lora_linear._opoverload, args, o["weight"])
+        forward = kernels(lora_linear.overload, args, o["weight"])
         backward = kernels(
-            lora_input_gradient._opoverload,
+            lora_input_gradient.overload,
             (o["grad"], o["narrow"], o["weight"], o["down"]),
             o["weight"],
         )
@@ -82,7 +82,7 @@ def test_lora_gradients_are_three_thin_matmuls() -> None:
     with FakeTensorMode():
         o = operands()
         args = o["grad"], o["x"], o["narrow"], o["up"], 0.5
-        ops = kernels(lora_gradients._opoverload, args, o["weight"])
+        ops = kernels(lora_gradients.overload, args, o["weight"])
     thin = 2.0 * ROWS * RANK
     assert [op.flops for op in ops] == [thin * OUTER, thin * OUTER, thin * INNER]
     assert not any(op.dims for op in ops)
@@ -93,7 +93,7 @@ def test_layers_with_one_input_read_it_once_for_their_loras() -> None:
         o = operands()
         three = [o["weight"]] * 3
         args = o["x"], three, [o["bias"]] * 3, empty_bf16(3 * RANK, INNER), [o["up"]] * 3, 1.0
-        ops = kernels(lora_linears._opoverload, args, o["weight"])
+        ops = kernels(lora_linears.overload, args, o["weight"])
     flops = [op.flops for op in ops if op.kind == "gemm"]
     thin, wide = 2.0 * ROWS * RANK * OUTER, 2.0 * ROWS * INNER * OUTER
     assert flops == [2.0 * ROWS * 3 * RANK * INNER, thin, wide, thin, wide, thin, wide]

@@ -21,9 +21,9 @@ from gracetune.adapters.compute.lora_matmul import (
     FP8_OUTPUT_DTYPE,
     LoraMatmul,
     LoraMatmulFp8,
-    call_op,
     lora_output,
 )
+from gracetune.adapters.compute.operators import Operator
 from gracetune.adapters.compute.quantized_linear import QuantizedLinear, QuantizedLoraMatmul
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ class SharedInputLoraMatmul(torch.autograd.Function):
         factors.
         """
         weights, biases, ups = _split_thirds(rest)
-        *outputs, hidden = call_op(lora_linears, x, weights, biases, down, ups, scale)
+        *outputs, hidden = lora_linears(x, weights, biases, down, ups, scale)
         ctx.save_for_backward(x, hidden, down, *weights, *ups)
         ctx.scale = scale
         return tuple(outputs)
@@ -284,16 +284,16 @@ class SharedInputLoraMatmul(torch.autograd.Function):
         x, hidden, down, *rest = ctx.saved_tensors
         weights, ups = rest[: len(grads)], rest[len(grads) :]
         incoming = list(grads)
-        grad_down, grad_hidden, *grad_ups = call_op(
-            lora_linears_gradients, incoming, x, hidden, ups, ctx.scale
+        grad_down, grad_hidden, *grad_ups = lora_linears_gradients(
+            incoming, x, hidden, ups, ctx.scale
         )
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = call_op(lora_linears_input_gradient, incoming, grad_hidden, weights, down)
+            grad_x = lora_linears_input_gradient(incoming, grad_hidden, weights, down)
         return grad_x, grad_down, None, *([None] * (2 * len(grads))), *grad_ups
 
 
-@torch.library.custom_op("gracetune::lora_linears", mutates_args=())
+@Operator
 def lora_linears(
     x: Tensor,
     weights: list[Tensor],
@@ -315,7 +315,7 @@ def lora_linears(
     return [*outputs, hidden]
 
 
-@torch.library.custom_op("gracetune::lora_linears_gradients", mutates_args=())
+@Operator
 def lora_linears_gradients(
     grads: list[Tensor], x: Tensor, hidden: Tensor, ups: list[Tensor], scale: float
 ) -> list[Tensor]:
@@ -335,7 +335,7 @@ def lora_linears_gradients(
     return [grad_hidden.t() @ x, grad_hidden, *grad_ups]
 
 
-@torch.library.custom_op("gracetune::lora_linears_input_gradient", mutates_args=())
+@Operator
 def lora_linears_input_gradient(
     grads: list[Tensor], grad_hidden: Tensor, weights: list[Tensor], down: Tensor
 ) -> Tensor:

@@ -33,9 +33,8 @@ cannot apply them. With W = diag(w) W8 they move into the gradient, g W = (g dia
 stored copy of W serves forward and backward. Gradients are rounded without outlier correction:
 their rounding errors average out over tokens (docs/precision.md).
 
-These computations are registered as custom operators: compiled graphs call them unchanged, and the
-checkpointing policy recognises them as matmuls by name (offload/checkpointing.py). Where neither
-applies, `call_op` calls the function behind the operator.
+These computations are registered as operators (operators.py): compiled graphs call them unchanged,
+and the checkpointing policy recognises them as matmuls by name (offload/checkpointing.py).
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
+from gracetune.adapters.compute.operators import Operator
+
 if TYPE_CHECKING:
     from typing import Any
-
-    from torch._library.custom_ops import CustomOpDef
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -58,18 +57,6 @@ FP8_OUTPUT_DTYPE = torch.bfloat16
 """Output dtype of fp8 matmuls: the only one that every kernel supports."""
 MIN_SCALE = 1e-12
 """Smallest value that is used as a row's maximum, so that the scale of a row of zeros is not 0."""
-
-
-def call_op(op: CustomOpDef, *args: Any) -> Any:
-    """Call a custom operator, without torch's dispatcher if nothing observes the call.
-
-    The dispatcher takes longer for a custom operator than most kernels run. It is needed only by
-    the compiler and by dispatch modes, such as tracing and selective checkpointing. Call this in an
-    autograd function, where no gradient is recorded.
-    """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return op(*args)
-    return op._init_fn(*args)
 
 
 class LoraMatmul(torch.autograd.Function):
@@ -90,7 +77,7 @@ class LoraMatmul(torch.autograd.Function):
     ) -> Tensor:
         """Return the layer's output for `x` of shape (rows, columns)."""
         y: Tensor
-        y, hidden = call_op(lora_linear, x, weight, bias, down, up, scale)
+        y, hidden = lora_linear(x, weight, bias, down, up, scale)
         ctx.save_for_backward(x, hidden, weight, down, up)
         ctx.scale = scale
         return y
@@ -100,10 +87,10 @@ class LoraMatmul(torch.autograd.Function):
         """Return the gradients of the arguments of `forward`; None for frozen weight and bias."""
         grad = grads[0]
         x, hidden, weight, down, up = ctx.saved_tensors
-        grad_down, grad_up, grad_hidden = call_op(lora_gradients, grad, x, hidden, up, ctx.scale)
+        grad_down, grad_up, grad_hidden = lora_gradients(grad, x, hidden, up, ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = call_op(lora_input_gradient, grad, grad_hidden, weight, down)
+            grad_x = lora_input_gradient(grad, grad_hidden, weight, down)
         return grad_x, None, None, grad_down, grad_up, None
 
 
@@ -134,10 +121,10 @@ class LoraMatmulFp8(torch.autograd.Function):
         """
         outliers, rest = None, x
         if outlier_basis is not None:
-            outliers, rest = call_op(split_outliers, x, outlier_basis)
+            outliers, rest = split_outliers(x, outlier_basis)
         frozen = (*quantize_rows(rest), weight, weight_scales, bias, outliers, outlier_weight)
         y: Tensor
-        y, hidden = call_op(lora_linear_fp8, x, *frozen, down, up, scale)
+        y, hidden = lora_linear_fp8(x, *frozen, down, up, scale)
         ctx.save_for_backward(x, hidden, weight, weight_scales, down, up)
         ctx.scale = scale
         return y
@@ -147,12 +134,12 @@ class LoraMatmulFp8(torch.autograd.Function):
         """Return the gradients of the arguments of `forward`; None for frozen tensors."""
         grad = grads[0]
         x, hidden, weight, weight_scales, down, up = ctx.saved_tensors
-        grad_down, grad_up, grad_hidden = call_op(lora_gradients, grad, x, hidden, up, ctx.scale)
+        grad_down, grad_up, grad_hidden = lora_gradients(grad, x, hidden, up, ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
             quantized = quantize_rows(grad.float() * weight_scales.t())
             weight_t = weight.t().contiguous()
-            grad_x = call_op(lora_input_gradient_fp8, *quantized, grad_hidden, weight_t, down)
+            grad_x = lora_input_gradient_fp8(*quantized, grad_hidden, weight_t, down)
         return grad_x, None, None, None, None, None, grad_down, grad_up, None
 
 
@@ -178,7 +165,7 @@ class FrozenMatmulFp8(torch.autograd.Function):
         ctx.save_for_backward(weight, weight_scales)
         outliers, rest = None, x
         if outlier_basis is not None:
-            outliers, rest = call_op(split_outliers, x, outlier_basis)
+            outliers, rest = split_outliers(x, outlier_basis)
         rows, scales = quantize_rows(rest)
         y = scaled_matmul(rows, weight.t(), scales, weight_scales.t(), x.dtype, bias)
         if outliers is None or outlier_weight is None:
@@ -198,7 +185,7 @@ class FrozenMatmulFp8(torch.autograd.Function):
 # Operators. `hidden` is x A^T, the narrow tensor between the two LoRA factors.
 
 
-@torch.library.custom_op("gracetune::lora_linear", mutates_args=())
+@Operator
 def lora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -210,7 +197,7 @@ def lora_linear(
     return lora_output(hidden, up, bias, scale).addmm_(x, weight.t()), hidden
 
 
-@torch.library.custom_op("gracetune::lora_linear_fp8", mutates_args=())
+@Operator
 def lora_linear_fp8(  # noqa: PLR0913  operators take tensors one by one
     x: Tensor,
     quantized: Tensor,
@@ -238,7 +225,7 @@ def lora_linear_fp8(  # noqa: PLR0913  operators take tensors one by one
     return y.addmm_(narrow, wide.t()), hidden
 
 
-@torch.library.custom_op("gracetune::split_outliers", mutates_args=())
+@Operator
 def split_outliers(x: Tensor, outlier_basis: Tensor) -> tuple[Tensor, Tensor]:
     """Split x into its coefficients in the outlier basis, and the rest, which is small.
 
@@ -250,7 +237,7 @@ def split_outliers(x: Tensor, outlier_basis: Tensor) -> tuple[Tensor, Tensor]:
     return outliers, torch.addmm(x, outliers, outlier_basis, alpha=-1)
 
 
-@torch.library.custom_op("gracetune::lora_gradients", mutates_args=())
+@Operator
 def lora_gradients(
     grad: Tensor, x: Tensor, hidden: Tensor, up: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,7 +251,7 @@ def lora_gradients(
     return grad_hidden.t() @ x, grad_up, grad_hidden
 
 
-@torch.library.custom_op("gracetune::lora_input_gradient", mutates_args=())
+@Operator
 def lora_input_gradient(grad: Tensor, grad_hidden: Tensor, weight: Tensor, down: Tensor) -> Tensor:
     """Return the gradient of the input of a frozen linear layer with a LoRA.
 
@@ -274,7 +261,7 @@ def lora_input_gradient(grad: Tensor, grad_hidden: Tensor, weight: Tensor, down:
     return (grad_hidden @ down).addmm_(grad, weight)
 
 
-@torch.library.custom_op("gracetune::lora_input_gradient_fp8", mutates_args=())
+@Operator
 def lora_input_gradient_fp8(
     quantized: Tensor, row_scales: Tensor, grad_hidden: Tensor, weight_t: Tensor, down: Tensor
 ) -> Tensor:

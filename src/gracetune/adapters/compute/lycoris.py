@@ -31,7 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gracetune.adapters.compute.lora_matmul import call_op, lora_input_gradient
+from gracetune.adapters.compute.lora_matmul import lora_input_gradient
+from gracetune.adapters.compute.operators import Operator
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ class LokrMatmul(torch.autograd.Function):
     ) -> Tensor:
         """Return the layer's output for `x` of shape (rows, columns)."""
         y: Tensor
-        y, hidden = call_op(lokr_linear, x, weight, bias, kron_b, a)
+        y, hidden = lokr_linear(x, weight, bias, kron_b, a)
         ctx.save_for_backward(x, hidden, weight, kron_b, a)
         return y
 
@@ -235,14 +236,14 @@ class LokrMatmul(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the arguments of `forward`; None for frozen weight and bias."""
         x, hidden, weight, kron_b, a = ctx.saved_tensors
-        grad_kron_b, grad_a, grad_hidden = call_op(lokr_gradients, grads[0], x, hidden, a)
+        grad_kron_b, grad_a, grad_hidden = lokr_gradients(grads[0], x, hidden, a)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = call_op(lora_input_gradient, grads[0], grad_hidden, weight, kron_b)
+            grad_x = lora_input_gradient(grads[0], grad_hidden, weight, kron_b)
         return grad_x, None, None, grad_kron_b, grad_a
 
 
-@torch.library.custom_op("gracetune::kron_linear", mutates_args=())
+@Operator
 def lokr_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, kron_b: Tensor, a: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -256,7 +257,7 @@ def lokr_linear(
     return y, hidden
 
 
-@torch.library.custom_op("gracetune::kron_gradients", mutates_args=())
+@Operator
 def lokr_gradients(
     grad: Tensor, x: Tensor, hidden: Tensor, a: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

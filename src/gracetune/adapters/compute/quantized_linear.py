@@ -30,11 +30,11 @@ from torch.nn import functional
 
 from gracetune.adapters.compute.lora_matmul import (
     FP8,
-    call_op,
     lora_gradients,
     lora_output,
     quantize_rows,
 )
+from gracetune.adapters.compute.operators import Operator
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -113,14 +113,14 @@ class QuantizedMatmul(torch.autograd.Function):
         """Return the layer's output for `x` of shape (rows, columns)."""
         ctx.save_for_backward(*parts)
         ctx.kind, ctx.shape = kind, shape
-        y: Tensor = call_op(quantized_linear, x, list(parts), kind, shape, bias)
+        y: Tensor = quantized_linear(x, list(parts), kind, shape, bias)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the input, and None for everything else."""
         parts = list(ctx.saved_tensors)
-        grad_x = call_op(quantized_input_gradient, grads[0], parts, ctx.kind, ctx.shape)
+        grad_x = quantized_input_gradient(grads[0], parts, ctx.kind, ctx.shape)
         return grad_x, None, None, None, *[None] * len(parts)
 
 
@@ -141,9 +141,7 @@ class QuantizedLoraMatmul(torch.autograd.Function):
     ) -> Tensor:
         """Return the layer's output for `x` of shape (rows, columns)."""
         y: Tensor
-        y, hidden = call_op(
-            quantized_lora_linear, x, list(parts), kind, shape, bias, down, up, scale
-        )
+        y, hidden = quantized_lora_linear(x, list(parts), kind, shape, bias, down, up, scale)
         ctx.save_for_backward(x, hidden, down, up, *parts)
         ctx.scale, ctx.kind, ctx.shape = scale, kind, shape
         return y
@@ -153,11 +151,10 @@ class QuantizedLoraMatmul(torch.autograd.Function):
         """Return the gradients of the input and the LoRA's factors, and None for the rest."""
         grad = grads[0]
         x, hidden, down, up, *parts = ctx.saved_tensors
-        grad_down, grad_up, grad_hidden = call_op(lora_gradients, grad, x, hidden, up, ctx.scale)
+        grad_down, grad_up, grad_hidden = lora_gradients(grad, x, hidden, up, ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = call_op(
-                quantized_lora_input_gradient,
+            grad_x = quantized_lora_input_gradient(
                 *(grad, grad_hidden, parts, ctx.kind, ctx.shape, down),
             )
         return grad_x, None, grad_down, grad_up, None, None, None, *[None] * len(parts)
@@ -167,7 +164,7 @@ class QuantizedLoraMatmul(torch.autograd.Function):
 # narrow tensor between the LoRA's factors A ("down") and B ("up").
 
 
-@torch.library.custom_op("gracetune::quantized_linear", mutates_args=())
+@Operator
 def quantized_linear(
     x: Tensor, parts: list[Tensor], kind: str, shape: list[int], bias: Tensor | None
 ) -> Tensor:
@@ -175,7 +172,7 @@ def quantized_linear(
     return functional.linear(x, _dequantize(parts, kind, shape, x.dtype), _cast(bias, x.dtype))
 
 
-@torch.library.custom_op("gracetune::quantized_lora_linear", mutates_args=())
+@Operator
 def quantized_lora_linear(
     x: Tensor,
     parts: list[Tensor],
@@ -192,7 +189,7 @@ def quantized_lora_linear(
     return y.addmm_(x, _dequantize(parts, kind, shape, x.dtype).t()), hidden
 
 
-@torch.library.custom_op("gracetune::quantized_input_gradient", mutates_args=())
+@Operator
 def quantized_input_gradient(
     grad: Tensor, parts: list[Tensor], kind: str, shape: list[int]
 ) -> Tensor:
@@ -200,7 +197,7 @@ def quantized_input_gradient(
     return grad @ _dequantize(parts, kind, shape, grad.dtype)
 
 
-@torch.library.custom_op("gracetune::quantized_lora_input_gradient", mutates_args=())
+@Operator
 def quantized_lora_input_gradient(
     grad: Tensor,
     grad_hidden: Tensor,
