@@ -19,8 +19,8 @@ of its own, so that nothing of an earlier way is alive:
 Judged: losses are equal bit for bit to those of the reference; the managed bytes of our statistics
 are the sum of the allocations that the driver calls managed; the limited run completes and its
 events say why. Managed memory is limited to `CAP`, which must be below a quarter of the free
-memory. No way starts after `--minutes`. Results of ways that are not run are kept, each with its
-commit.
+memory. No way starts after `--minutes`. Ways that the commit has measured already are not run
+again, unless `--only` names them. Results of ways that are not run are kept, each with its commit.
 
     PYTHONPATH=src:benchmarks python benchmarks/managed_training.py [--only NAME,...] [--out FOLDER]
         [--commit NAME] [--minutes N] [--rehearse]
@@ -80,6 +80,8 @@ KEPT = ["optimizer", "ema", "gradients"]
 LIMITED_SHARE = 0.85
 """Share of the reference's peak that torch may use in the limited runs."""
 MINUTES = 8.0
+WAY_S = 150
+"""Seconds after which the process of a way is killed."""
 PLAN = {"compile": "never", "offload": False}
 PLANNED_NBYTES = 18
 """Bytes of device memory for each parameter in the limited planned run. Without managed memory, the
@@ -206,12 +208,13 @@ def main() -> int:
     if not arguments.rehearse and not torch.cuda.is_available():
         parser.error("there is no GPU; --rehearse trains a miniature without one")
     clock, began = PhaseClock(), time.monotonic()
-    names = arguments.only.split(",") if arguments.only else list(WAYS)
+    commit = arguments.commit or results.this_commit()
     figures: dict[str, Any] = by_way(results.previous(NAME, arguments))
+    names = arguments.only.split(",") if arguments.only else unmeasured(figures, commit)
     figures |= {"batch": BATCH, "cap": CAP, "steps": STEPS}
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([Path(__file__).stem])  # each import would take 8 seconds
-    done = []
+    crashed = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
         path = write_run(Path(temporary), arguments)
         for name in names:
@@ -223,16 +226,22 @@ def main() -> int:
             given = name, path, arguments.rehearse, figures.get(reference_of(name))
             process = processes.Process(target=measure_alone, args=given)
             process.start()
-            process.join()
+            process.join(None if arguments.rehearse else WAY_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
             found = path.parent / f"{name}.figures.json"
-            assert found.exists(), f"{name}: the process ended with code {process.exitcode}"
+            if not found.exists():
+                crashed.append(f"{name}: the process ended with code {process.exitcode}")
+                clock.print(crashed[-1])
+                continue
             figures[name] = json.loads(found.read_text())
             figures[name]["wall_s"] = time.monotonic() - started
-            figures[name]["commit"] = arguments.commit or results.this_commit()
-            done.append(name)
+            figures[name]["commit"] = commit
             results.write(NAME, dict(results.flatten(figures)), arguments.out, arguments.commit)
-    failed = [f"{name}: {why}" for name in done for why in faults(name, figures)]
-    print_table(figures, done)
+    measured = [name for name in WAYS if figures.get(name, {}).get("commit") == commit]
+    failed = crashed + [f"{name}: {why}" for name in measured for why in faults(name, figures)]
+    print_table(figures, measured)
     clock.print("all as promised" if not failed else "; ".join(failed))
     return 1 if failed and not arguments.rehearse else 0
 
@@ -245,6 +254,12 @@ def by_way(figures: dict[str, Any]) -> dict[str, Any]:
         if way in WAYS:
             found.setdefault(way, {})[name] = value
     return found
+
+
+def unmeasured(figures: dict[str, Any], commit: str) -> list[str]:
+    """Return the ways that this commit has not measured; all if it has measured every way."""
+    names = [name for name in WAYS if figures.get(name, {}).get("commit") != commit]
+    return names or list(WAYS)
 
 
 def reference_of(name: str) -> str:

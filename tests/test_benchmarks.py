@@ -261,8 +261,8 @@ def gpu_session(_restored, tmp_path, monkeypatch):
 def test_a_session_runs_the_most_valuable_jobs_that_fit(gpu_session, capsys):
     everything = gpu_session.main("--minutes", "1000")
     assert everything == [job.name for job in gpu_session.module.all_jobs()]
-    assert everything[:2] == ["first_steps.flux", "first_steps.qwen_image"]
-    assert all(name.startswith("planner_runs.") for name in everything[2:8])
+    assert everything[:3] == ["managed_training", "first_steps.flux", "first_steps.qwen_image"]
+    assert all(name.startswith("planner_runs.") for name in everything[3:7])
     some = gpu_session.main("--minutes", "2.5")
     assert "first_steps.flux" not in some
     assert "tuned_loop.flux.96.compiled" in some
@@ -283,6 +283,17 @@ def test_a_session_skips_what_this_commit_has_measured(gpu_session):
     assert "planner_runs.fp8_wan_24" in ran, "it has no figures"
     assert "planner_runs.flux_768_16" not in ran, "it takes as long as it did before"
     assert "planner_runs.flux_768_16" in gpu_session.main("--minutes", "1000")
+
+
+def test_a_session_continues_with_the_ways_that_are_not_measured(gpu_session):
+    module = import_module("managed_training")
+    *first, last = module.WAYS
+    assert last == gpu_session.module.MANAGED_LAST
+    assert module.unmeasured({name: {"commit": "abcdef0"} for name in first}, "abcdef0") == [last]
+    assert module.unmeasured({name: {"commit": "abcdef0"} for name in first}, "1234567") == [
+        *first,
+        last,
+    ]
 
 
 def test_a_job_that_takes_too_long_is_stopped(gpu_session, monkeypatch):
