@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 MODELS_FOLDER = "/dev/shm/gracetune-models"
 """Folder for models, unless the environment variable of product_run.py names another one."""
-WRITTEN_NBYTES_PER_S = 0.6e9
+WRITTEN_NBYTES_PER_S = 1e9
 """Rough rate at which a model with random weights is made and written, in bytes per second."""
 LIMIT_FACTOR, LIMIT_MORE_S = 1.5, 60
 """A job is stopped after its estimated seconds times this factor, and these seconds."""
@@ -89,7 +89,7 @@ def all_jobs() -> list[Job]:
             case.nbytes,
             ("images_s",),
         )
-        for (name, case), seconds in zip(first_steps.CASES.items(), (200, 190), strict=True)
+        for (name, case), seconds in zip(first_steps.CASES.items(), (190, 180), strict=True)
     ]
     planned = {name: _planned_job(name) for name in PLANNED_SECONDS}
     last = [planned.pop(name) for name in PLANNED_AGAIN]
@@ -124,12 +124,12 @@ MANAGED_LAST, MANAGED_S = "planned_lora_weights_in_place", 480
 skips those that are measured. It is not imported here: it sets variables for deterministic kernels,
 which would slow other jobs down."""
 PLANNED_SECONDS = {
-    "eager_flux_768_12": 100,
-    "fp8_flux_48": 150,
-    "flux_768_16": 170,
-    "eager_wan_16": 120,
-    "fp8_wan_24": 170,
-    "qwen_32": 250,
+    "eager_flux_768_12": 90,
+    "fp8_flux_48": 140,
+    "flux_768_16": 160,
+    "eager_wan_16": 110,
+    "fp8_wan_24": 160,
+    "qwen_32": 240,
 }
 """Names in `planner_runs.RUNS` -> estimated seconds."""
 PLANNED_AGAIN = "flux_768_16", "qwen_32"
@@ -146,7 +146,7 @@ def _loop_jobs(model_name: str) -> list[Job]:
             is_product = way == "product"
             chosen = ("--ways", "product") if is_product else ("--ways", "loops", "--only", way)
             figures = f"{model_name}.{memory_gb}.{way}"
-            seconds = 150 if is_product else 60 + (60 if "compiled" in way else 0)
+            seconds = 110 if is_product else 45 + (45 if "compiled" in way else 0)
             if way == "compiled_checkpointing_offload":
                 seconds = 170
             jobs.append(

@@ -44,8 +44,6 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matmuls
-# Without it, `torch.cuda.is_available` initializes CUDA, which a forked process cannot use.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import allocator_setup  # noqa: F401  before torch, which reads the setting at import
 
@@ -58,7 +56,14 @@ from wan_experts import PhaseClock
 
 from gracetune.config.load import load_run_file
 from gracetune.errors import GracetuneError
-from gracetune.events.types import ManagedOverflow, MemoryRoles, Notice, RunStarted, StepDone
+from gracetune.events.types import (
+    ManagedOverflow,
+    MemoryRoles,
+    Notice,
+    RunStarted,
+    StartTimed,
+    StepDone,
+)
 from gracetune.memory import managed_roles
 from gracetune.memory.driver import PointerKind, open_cuda_driver
 from gracetune.models import pipeline_folder
@@ -137,6 +142,7 @@ class Recorder:
         self.walked: int | None = None
         self.slabs = 0
         self.parameters = 0
+        self.start_s: dict[str, float] = {}
         self._clock = clock
         self._steps = steps
         self._memories = memories
@@ -150,9 +156,9 @@ class Recorder:
         elif isinstance(event, MemoryRoles):
             self.booked = dict(event.roles.get("managed", {}))
             self.booked.pop("batches", None)  # in torch's managed pool
-            if event.step >= self._steps - 1 and self._memories:
-                self.slabs = sum(slab.nbytes for slab in self._memories[-1].slabs)
-                self.walked = managed_bytes_of_tensors()
+            if event.step >= self._steps - 1:
+                self._count_managed_bytes()
+                raise MeasuredError
         elif isinstance(event, ManagedOverflow):
             self.overflow.append(event)
             self._clock.print(
@@ -165,8 +171,13 @@ class Recorder:
                 self._clock.print(f"  warning: {event.text[:300]}")
         elif isinstance(event, RunStarted):
             self.parameters = event.trainable_parameters
-        if isinstance(event, MemoryRoles) and event.step >= self._steps - 1:
-            raise MeasuredError
+        elif isinstance(event, StartTimed):
+            self.start_s = dict(event.seconds)
+
+    def _count_managed_bytes(self) -> None:
+        if self._memories:
+            self.slabs = sum(slab.nbytes for slab in self._memories[-1].slabs)
+            self.walked = managed_bytes_of_tensors()
 
     def close(self) -> None:
         """Do nothing."""
@@ -320,6 +331,7 @@ def measure(
         clock.print(f"  not deterministic, so losses cannot be compared: {failure}")
     found: dict[str, Any] = {
         "parameters": recorder.parameters,
+        "start_s": recorder.start_s,
         "step_s": mean(recorder.seconds) if recorder.seconds else 0.0,
         # A slow run ends one step earlier.
         "losses": [loss.hex() for loss in recorder.losses[: steps - 1]],

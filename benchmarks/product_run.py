@@ -14,12 +14,11 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -31,7 +30,8 @@ import random_weights
 import results
 from PIL import Image
 
-from gracetune.cli.main import main as gracetune
+import gracetune.train.run  # noqa: F401  so that forked processes need not import it
+from gracetune.cli.main import main as run_command
 from gracetune.memory.platform import read_this_host
 from gracetune.units import GIB, format_bytes, parse_bytes
 
@@ -112,7 +112,7 @@ def model_folder(
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             _make_room(folder, nbytes)
-            _write_model(name, folder, small, config)
+            _write_alone(name, folder, config)
             (folder / "complete").touch()
             print(f"{folder.name}: written in {time.monotonic() - began:.0f} s", flush=True)
         yield folder
@@ -120,7 +120,10 @@ def model_folder(
     shared = Path("/dev/shm")
     has_room = shared.is_dir() and shutil.disk_usage(shared).free > 1.2 * nbytes
     with tempfile.TemporaryDirectory(dir=shared if has_room else None) as temporary:
-        _write_model(name, Path(temporary), small, config)
+        if small:
+            _write_model(name, Path(temporary), small, config)
+        else:
+            _write_alone(name, Path(temporary), config)
         yield Path(temporary)
 
 
@@ -142,6 +145,14 @@ def _free_nbytes(folder: Path, loaded_nbytes: int) -> int:
     if not folder.is_relative_to("/dev/shm"):
         return free
     return min(free, read_this_host().usable_bytes() - loaded_nbytes)
+
+
+def _write_alone(name: str, folder: Path, config: Mapping[str, Any] | None) -> None:
+    """Write a model in a process of its own, because weights are drawn on the GPU."""
+    process = results.start_forked(_write_model, name, folder, False, config)
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"the model {name} could not be written: exit code {process.exitcode}")
 
 
 def _write_model(name: str, folder: Path, small: bool, config: Mapping[str, Any] | None) -> None:
@@ -210,7 +221,7 @@ def train(run: ProductRun, model: Path, *, small: bool) -> dict[str, Any]:
         path = write_run_file(run, model, folder, small=small)
         began = time.time()
         if small:  # a process of its own would import torch again, for seconds
-            code = gracetune(["train", str(path)])
+            code = run_command(["train", str(path)])
         else:
             code = train_in_process(path, folder / "run" / "events.jsonl", run.steps)
         events = read_events(folder / "run" / "events.jsonl")
@@ -264,29 +275,32 @@ def train_in_process(path: Path, log: Path, steps: int) -> int:
     seconds after its first step. A run that does not end is killed, which its exit code -9 shows.
     Its log can still be read. It is also killed if this process ends.
     """
-    command = [sys.executable, "-m", "gracetune", "train", str(path)]
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    command = results.dying_with_parent(command)
-    process = subprocess.Popen(command, env=os.environ, start_new_session=True)
+    process = results.start_forked(train_alone, path)
     ends_at, has_stepped = time.monotonic() + START_S, False
     try:
-        while process.poll() is None and time.monotonic() < ends_at:
+        while process.is_alive() and time.monotonic() < ends_at:
             time.sleep(POLL_S)
             done = [event["step"] for event in step_events(log)]
             if done and done[-1] >= steps:
                 break
             if done and not has_stepped:
                 ends_at, has_stepped = time.monotonic() + STEPS_S, True
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(EXIT_S)
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGINT)
+        process.join(EXIT_S)
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.join()
         signal.signal(signal.SIGTERM, before)
-    return process.returncode
+    return process.exitcode
+
+
+def train_alone(path: Path) -> None:
+    """Run `gracetune train` in this process, which has been started for it, and end it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setpgid(0, 0)  # Ctrl-C is for the process that started this one
+    sys.exit(run_command(["train", str(path)]))
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -19,15 +19,16 @@ import diffusers
 import torch
 import transformers
 from accelerate import init_empty_weights
-from safetensors.torch import save_file
 from torch import nn
+
+from gracetune.distributed.shard_files import write_tensors
 
 # The miniatures are test code, which is not installed with the package.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fakes.miniatures import write_miniature
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 @dataclass(frozen=True)
@@ -140,11 +141,15 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 
 def write_weights(folder: Path, name: str = "transformer") -> int:
-    """Write random weights for a transformer of a pipeline folder; return their bytes."""
+    """Write random weights for a transformer of a pipeline folder; return their bytes.
+
+    They are drawn on the device, all of them before any is written.
+    """
     cls = getattr(diffusers, read_json(folder / name)["_class_name"])
+    model = draw_transformer(cls, folder, name, torch.Tensor.to)
     shards: list[dict[str, torch.Tensor]] = [{}]
     nbytes = room = 0
-    for key, weight in random_transformer(cls, None, folder, name).state_dict().items():
+    for key, weight in model.state_dict().items():
         if room < weight.nbytes:
             shards.append({})
             room = SHARD_NBYTES
@@ -153,8 +158,8 @@ def write_weights(folder: Path, name: str = "transformer") -> int:
         nbytes += weight.nbytes
     stem, shards = "diffusion_pytorch_model", shards[1:]
     files = [f"{stem}-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(save_file, shards, [folder / name / file for file in files]))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write_tensors, [folder / name / file for file in files], shards))
     weight_map = {k: file for shard, file in zip(shards, files, strict=True) for k in shard}
     index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
     (folder / name / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
@@ -166,6 +171,19 @@ def random_transformer(cls: Any, _section: object, folder: Path, name: str, *_: 
 
     It takes the arguments of `gracetune.models.pipeline_folder.read_transformer`.
     """
+    return draw_transformer(cls, folder, name, to_host).eval()
+
+
+def to_host(drawn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Copy a tensor to host memory."""
+    host = torch.zeros(drawn.shape, dtype=dtype)  # touches its pages with all cores
+    return host.copy_(drawn)
+
+
+def draw_transformer(
+    cls: Any, folder: Path, name: str, place: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+) -> nn.Module:
+    """Return a transformer whose weights are drawn on the device, one by one, and then placed."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(int(name == "transformer_2"))
     with init_empty_weights():  # buffers get real values
@@ -175,10 +193,9 @@ def random_transformer(cls: Any, _section: object, folder: Path, name: str, *_: 
         for weight, parameter in list(module.named_parameters(recurse=False)):
             in_fp32 = any(part in f"{path}.{weight}".split(".") for part in fp32_modules)
             dtype = torch.float32 if in_fp32 else torch.bfloat16
-            host = torch.zeros(parameter.shape, dtype=dtype)  # touches its pages with all cores
-            host.copy_(random_weight(path, weight, parameter.shape, generator))
-            module._parameters[weight] = nn.Parameter(host, requires_grad=False)
-    return model.eval()
+            placed = place(random_weight(path, weight, parameter.shape, generator), dtype)
+            module._parameters[weight] = nn.Parameter(placed, requires_grad=False)
+    return model
 
 
 def random_weight(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import multiprocessing
+import os
 import platform
 import signal
 import subprocess
@@ -20,9 +22,13 @@ import torch
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from multiprocessing.process import BaseProcess
 
 FOLDER = Path(__file__).parent / "results"
+
+# Without it, `torch.cuda.is_available` initializes CUDA, which a forked process cannot use.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -61,6 +67,24 @@ def dying_with_parent(command: Sequence[object]) -> list[str]:
     prepare = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
     prepare += "os.execvp(sys.argv[1], sys.argv[1:])"
     return [sys.executable, "-c", prepare, *map(str, command)]
+
+
+def start_forked(function: Callable[..., object], *arguments: object) -> BaseProcess:
+    """Call a function in a forked process, which is killed when this one ends.
+
+    It need not import torch again, which takes 8 to 10 seconds on some machines. This process must
+    not have used the GPU or computed with several threads: a forked one could not use them.
+    """
+
+    def call() -> None:
+        die_with_parent()
+        function(*arguments)
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = multiprocessing.get_context("fork").Process(target=call)
+    process.start()
+    return process
 
 
 def synchronize(device: torch.device) -> None:
@@ -121,6 +145,15 @@ def this_commit() -> str:
 
 def this_machine() -> str:
     """Describe the kind of machine, without its host name."""
-    gpu = f"{torch.cuda.get_device_name(0)}, " if torch.cuda.is_available() else ""
+    gpu = f"{gpu_name()}, " if torch.cuda.is_available() else ""
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     return f"{gpu}{platform.machine()} CPU, {versions}"
+
+
+def gpu_name() -> str:
+    """Return the name of the GPU without initializing CUDA, so that processes can be forked."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.get_device_name(0)
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return names.splitlines()[0]

@@ -31,13 +31,9 @@ MODEL is flux, wan, qwen or clip. Results of other models and ways are kept.
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import multiprocessing
 import re
-import signal
-import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -60,6 +56,7 @@ from gracetune.units import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
 
     from model_cases import Case
     from torch import nn
@@ -191,15 +188,9 @@ def main() -> int:
     parser.add_argument(
         "--budget", type=float, default=120, help="seconds of a loop for larger batch sizes"
     )
-    parser.add_argument("--loop", default="", help=argparse.SUPPRESS)
     arguments = results.parse_arguments(parser)
     model = MODELS[arguments.model]
     limits = [int(gb) for gb in arguments.memory.split(",")]
-    if arguments.loop:  # a child process that measures one loop
-        (loop,) = (one for one in model.loops[limits[0]] if one.name == arguments.loop)
-        for line in run_loop(model, loop, limits[0], arguments.budget, arguments.rehearse):
-            print(json.dumps(line), flush=True)
-        return 0
     figures = results.previous(NAME, arguments)
     only = [name for name in arguments.only.split(",") if name]
 
@@ -255,7 +246,7 @@ def measure_loop(
     if arguments.rehearse:
         found = run_loop(MODELS[arguments.model], loop, memory_gb, 0.0, rehearse=True)
     else:
-        found = run_loop_in_process(arguments, loop, memory_gb)
+        found = run_loop_in_process(MODELS[arguments.model], loop, memory_gb, arguments.budget)
     for line in found:
         lines.append(line)
         print(f"    {line}", flush=True)
@@ -263,30 +254,33 @@ def measure_loop(
 
 
 def run_loop_in_process(
-    arguments: argparse.Namespace, loop: Loop, memory_gb: int
+    model: Model, loop: Loop, memory_gb: int, budget_s: float
 ) -> Iterator[dict[str, Any]]:
     """Call `run_loop` in a process of its own; yield its figures, and why it failed if it did."""
-    command = [sys.executable, __file__, arguments.model, "--memory", str(memory_gb)]
-    command += ["--loop", loop.name, "--budget", str(arguments.budget)]
-    limit_s = arguments.budget + KILLED_AFTER_S
-    command = results.dying_with_parent(command)
-    process = subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE, text=True)
-    timer = threading.Timer(limit_s, process.kill)
-    timer.start()
+    limit_s = budget_s + KILLED_AFTER_S
+    ends_at = time.monotonic() + limit_s
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = results.start_forked(send_figures, sender, model, loop, memory_gb, budget_s)
+    sender.close()  # so that the receiver ends with the process
     try:
-        assert process.stdout is not None
-        for text in process.stdout:
-            if text.startswith("{"):
-                yield json.loads(text)
-        code = process.wait()
-    finally:
-        timer.cancel()
-        process.kill()
-        process.wait()
-    if code == -signal.SIGKILL:
+        while receiver.poll(max(0.0, ends_at - time.monotonic())):
+            yield receiver.recv()
         yield {"failed": f"stopped after {limit_s:.0f} s"}
-    elif code:
-        yield {"failed": f"ended with exit code {code}"}
+    except EOFError:
+        process.join()
+        if process.exitcode:
+            yield {"failed": f"ended with exit code {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def send_figures(
+    sender: Connection, model: Model, loop: Loop, memory_gb: int, budget_s: float
+) -> None:
+    """Send the figures of a loop to the process that has started this one."""
+    for line in run_loop(model, loop, memory_gb, budget_s, rehearse=False):
+        sender.send(line)
 
 
 def run_loop(

@@ -150,32 +150,43 @@ def test_the_largest_video_bucket_has_the_size_of_the_loops_clips():
     assert all(width * height <= first[0] * first[1] for width, height in others)
 
 
-@pytest.mark.usefixtures("_restored")
-def test_a_run_that_does_not_end_is_killed_and_has_an_exit_code(tmp_path, monkeypatch):
-    product_run = import_module("product_run")
-    script, log = tmp_path / "deaf", tmp_path / "events.jsonl"
-    script.write_text("#!/bin/sh\ntrap '' INT\nexec sleep 60\n")
-    script.chmod(0o755)
-    log.write_text('{"event": "step_done", "step": 9}\n')
-    monkeypatch.setattr(product_run, "EXIT_S", 0.2)
-    monkeypatch.setattr(sys, "executable", str(script))
+@pytest.fixture
+def product_run(_restored, tmp_path, monkeypatch):
+    """The module, whose runs sleep and ignore Ctrl-C; with a log of one step."""
+
+    def sleep(_words):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        time.sleep(60)
+
+    module = import_module("product_run")
+    monkeypatch.setattr(module, "run_command", sleep)
+    monkeypatch.setattr(module, "EXIT_S", 0.2)
+    monkeypatch.setattr(module, "POLL_S", 0.01)
+    (tmp_path / "events.jsonl").write_text('{"event": "step_done", "step": 1}\n')
+    return module
+
+
+def test_a_run_that_does_not_end_is_killed_and_has_an_exit_code(product_run, tmp_path):
+    log = tmp_path / "events.jsonl"
+    assert product_run.train_in_process(tmp_path / "run.json", log, 1) == -9
+
+
+@pytest.mark.parametrize("has_stepped", [True, False])
+def test_the_limit_of_a_run_counts_from_its_first_step(
+    has_stepped, product_run, tmp_path, monkeypatch
+):
+    log = tmp_path / "events.jsonl"
+    if not has_stepped:
+        log.write_text("")
+    short, long = ("STEPS_S", "START_S") if has_stepped else ("START_S", "STEPS_S")
+    monkeypatch.setattr(product_run, short, 0.1)
+    monkeypatch.setattr(product_run, long, 1e9)
     assert product_run.train_in_process(tmp_path / "run.json", log, 5) == -9
 
 
-@pytest.mark.usefixtures("_restored")
-@pytest.mark.parametrize("has_stepped", [True, False])
-def test_the_limit_of_a_run_counts_from_its_first_step(has_stepped, tmp_path, monkeypatch):
-    product_run = import_module("product_run")
-    script, log = tmp_path / "endless", tmp_path / "events.jsonl"
-    script.write_text("#!/bin/sh\nexec sleep 60\n")
-    script.chmod(0o755)
-    log.write_text('{"event": "step_done", "step": 1}\n' if has_stepped else "")
-    longer = "START_S" if has_stepped else "STEPS_S"
-    monkeypatch.setattr(product_run, {"START_S": "STEPS_S", "STEPS_S": "START_S"}[longer], 0.1)
-    monkeypatch.setattr(product_run, longer, 1e9)
-    monkeypatch.setattr(product_run, "POLL_S", 0.01)
-    monkeypatch.setattr(sys, "executable", str(script))
-    assert product_run.train_in_process(tmp_path / "run.json", log, 5) != 0
+def test_a_run_ends_with_its_exit_code(product_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(product_run, "run_command", lambda _words: 3)
+    assert product_run.train_in_process(tmp_path / "run.json", tmp_path / "events.jsonl", 5) == 3
 
 
 @pytest.mark.usefixtures("_restored")
@@ -201,7 +212,7 @@ def test_a_run_that_is_stopped_early_has_figures():
 @pytest.mark.usefixtures("_restored")
 def test_kept_models_are_deleted_only_if_another_one_needs_the_space(tmp_path, monkeypatch, capsys):
     product_run = import_module("product_run")
-    monkeypatch.setattr(product_run, "_write_model", lambda *_: None)
+    monkeypatch.setattr(product_run, "_write_alone", lambda *_: None)
     monkeypatch.setattr(
         product_run,
         "_free_nbytes",
@@ -267,7 +278,7 @@ def test_a_session_runs_the_most_valuable_jobs_that_fit(gpu_session, capsys):
     assert "first_steps.flux" not in some
     assert "tuned_loop.flux.96.compiled" in some
     assert all(limit_s <= 150 for _, limit_s in gpu_session.ran)
-    assert "needs 240 s of 145" in capsys.readouterr().out
+    assert "needs 214 s of 145" in capsys.readouterr().out
     assert gpu_session.main("--minutes", "1000", "--list") == []
     assert "first_steps.flux" not in gpu_session.main("--minutes", "1000", "--skip", "first_steps")
 
@@ -317,12 +328,12 @@ def test_kept_models_are_written_once(tmp_path, monkeypatch):
     product_run = import_module("product_run")
     written = []
 
-    def write_model(name, folder, small, config):
+    def write_model(name, folder, config):
         written.append(folder)
         if len(written) == 2:
             raise OSError("the disk is full")
 
-    monkeypatch.setattr(product_run, "_write_model", write_model)
+    monkeypatch.setattr(product_run, "_write_alone", write_model)
     monkeypatch.setenv(product_run.KEEP, str(tmp_path))
     for _ in range(2):
         with product_run.model_folder("flux", 1, small=False) as folder:
@@ -395,6 +406,34 @@ def test_a_tuned_loop_tries_larger_batches(speeds, budget_s, tried, monkeypatch)
     assert batches == [f"batch_{batch}" for batch in tried]
     assert any("not_tried" in line for line in lines) == (budget_s == 0.0)
     assert tuned_loop.merge(lines)["images_s"] == max(filter(None, speeds[: len(tried)]))
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("ending", ["done", "failed", "too late"])
+def test_a_loop_in_a_process_of_its_own_sends_its_figures(ending, monkeypatch):
+    tuned_loop = import_module("tuned_loop")
+
+    def run_loop(*_, rehearse):
+        assert not rehearse
+        yield {"batch_4": {"images_s": 1.0}}
+        if ending == "failed":
+            sys.exit(3)
+        if ending == "too late":
+            time.sleep(60)
+
+    monkeypatch.setattr(tuned_loop, "run_loop", run_loop)
+    monkeypatch.setattr(tuned_loop, "KILLED_AFTER_S", 0.2 if ending == "too late" else 60)
+    model = tuned_loop.MODELS["flux"]
+    first, *rest = tuned_loop.run_loop_in_process(model, model.loops[96][0], 96, 0.0)
+    assert first == {"batch_4": {"images_s": 1.0}}
+    assert (
+        rest
+        == {
+            "done": [],
+            "failed": [{"failed": "ended with exit code 3"}],
+            "too late": [{"failed": "stopped after 0 s"}],
+        }[ending]
+    )
 
 
 def git(*arguments):
