@@ -335,7 +335,7 @@ def _probe_file(data: bytes, kind: str) -> _Probe:
             return _Probe(digest, clip.width, clip.height, clip.seconds, clip.fps)
         case "audio":
             return _Probe(digest, 0, 0, audio.probe_audio(data).seconds)
-    return _Probe(digest, *images.probe(data))
+    return _Probe(digest, *images.probe_image(data))
 
 
 def _companion(
@@ -343,7 +343,7 @@ def _companion(
 ) -> Companion:
     data = source.read(key)
     try:
-        shown = images.probe(data)
+        shown = images.probe_image(data)
     except UnreadableSampleError as error:
         raise UnreadableSampleError(f"its companion {key}: {error.reason}") from error
     if not same_aspect(shown, size):

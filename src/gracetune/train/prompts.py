@@ -16,7 +16,7 @@ from gracetune.cache.encode import EMPTY_PROMPT
 from gracetune.config.schema import PromptSection
 from gracetune.data.augment import DEFAULT_TRANSFORM, render, render_control
 from gracetune.data.buckets import audio_lengths, frame_counts
-from gracetune.data.images import probe
+from gracetune.data.images import probe_image
 from gracetune.data.pyav import load_av
 from gracetune.data.sample import UnreadableSampleError
 from gracetune.errors import ConfigError
@@ -381,7 +381,7 @@ def _read_images(
     for path in paths:
         try:
             data = Path(path).read_bytes()
-            probe(data)
+            probe_image(data)
             if control_size is not None:
                 images.append(render_control(data, DEFAULT_TRANSFORM, size, control_size))
             else:
