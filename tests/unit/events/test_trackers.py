@@ -16,7 +16,7 @@ from gracetune.events.trackers.tracker import (
     TrackerState,
     check_installed,
     flatten,
-    read_samples,
+    read_validation_samples,
     reporting_failures,
 )
 from gracetune.events.types import (
@@ -240,7 +240,7 @@ def test_settings_are_flattened_and_state_is_found_again(tmp_path):
 def test_samples_are_read_beside_their_grid(tmp_path):
     grid = tmp_path / "step-000001.png"
     write_samples(grid)
-    (sample,) = read_samples(grid)
+    (sample,) = read_validation_samples(grid)
     assert (sample.path, sample.kind, sample.prompt) == (
         Path(tmp_path / "step-000001" / "000.mp4"),
         "video",

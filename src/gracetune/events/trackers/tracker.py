@@ -286,7 +286,9 @@ class TrackerSink:
         step = max(event.step, self._row_step)  # services refuse steps that go back
         match event:
             case Validated(grid=str(grid)) if self._send_samples:
-                self._call(lambda t: t.log_samples(step, Path(grid), read_samples(Path(grid))))
+                self._call(
+                    lambda t: t.log_samples(step, Path(grid), read_validation_samples(Path(grid)))
+                )
             case HealthChanged():
                 self._call(lambda tracker: tracker.log_health(event, health_text(event)))
             case RatesSpread():
@@ -346,7 +348,7 @@ def reporting_failures(sinks: Iterable[TrackerSink], emit: Emit) -> Iterator[Non
     yield
 
 
-def read_samples(grid: Path) -> list[SampleFile]:
+def read_validation_samples(grid: Path) -> list[SampleFile]:
     """Return the samples of a validation, from the `samples.json` in the folder beside its grid."""
     folder = grid.with_suffix("")
     records = json.loads((folder / "samples.json").read_text(encoding="utf-8"))["samples"]
