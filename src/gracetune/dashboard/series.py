@@ -153,7 +153,7 @@ class Table:
         return [step for step, _ in zip(bad, range(limit), strict=False)]
 
 
-def flatten(record: Mapping[str, object], skip: Iterable[str] = ()) -> dict[str, float]:
+def flatten_numbers(record: Mapping[str, object], skip: Iterable[str] = ()) -> dict[str, float]:
     """Return all numbers in a record, by path: `{"seconds": {"data": 1}}` -> `seconds/data`.
 
     Lists of strings count as their length, and lists of mappings get numbers in the path.

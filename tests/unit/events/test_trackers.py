@@ -15,7 +15,7 @@ from gracetune.events.trackers.tracker import (
     TrackerSink,
     TrackerState,
     check_installed,
-    flatten,
+    flatten_settings,
     read_validation_samples,
     reporting_failures,
 )
@@ -231,7 +231,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
 
 def test_settings_are_flattened_and_state_is_found_again(tmp_path):
     nested = {"a": {"b": 1}, "list": [{"c": 2}], "plain": [1, 2], "empty": {}}
-    assert flatten(nested) == {"a.b": 1, "list.0.c": 2, "plain": [1, 2], "empty": {}}
+    assert flatten_settings(nested) == {"a.b": 1, "list.0.c": 2, "plain": [1, 2], "empty": {}}
     TrackerState(tmp_path, "tool").update(id="x")
     TrackerState(tmp_path, "tool").update(step=3)
     assert TrackerState(tmp_path, "tool").values == {"id": "x", "step": 3}

@@ -365,15 +365,17 @@ def health_text(event: HealthChanged) -> str:
     return f"{event.level}: {text}" if text else event.level
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested mappings and lists as one mapping with dotted names."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value:
-            found |= flatten(value, f"{key}.")
+            found |= flatten_settings(value, f"{key}.")
         elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
-            found |= flatten({str(index): one for index, one in enumerate(value)}, f"{key}.")
+            found |= flatten_settings(
+                {str(index): one for index, one in enumerate(value)}, f"{key}."
+            )
         else:
             found[key] = value
     return found
