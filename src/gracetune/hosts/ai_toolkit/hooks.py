@@ -19,7 +19,7 @@ from gracetune.hosts.ai_toolkit.config_blocks import (
     check_misspelled_keys,
     uses_gracetune,
 )
-from gracetune.hosts.ai_toolkit.plugin import augmented_latents_of, latent_key, latent_path
+from gracetune.hosts.ai_toolkit.plugin import augmented_latents_of, extended_latent_key, latent_path
 from gracetune.hosts.ai_toolkit.trainer_subclass import process_class
 from gracetune.hosts.fork_modules import add_fork_module
 from gracetune.hosts.in_memory_files import path_in_memory
@@ -367,7 +367,7 @@ def _open_text(
 
 
 def _hook_latent_info(original: Call) -> Call:
-    return lambda item: latent_key(item, original(item))
+    return lambda item: extended_latent_key(item, original(item))
 
 
 def _hook_latent_path(original: Call) -> Call:
