@@ -272,7 +272,7 @@ def hook_jobs(plugin: AIToolkitPlugin, find: Find, check: Callable[[], object]) 
     _wrap(find(JOB).BaseJob, "load_processes", hook)
 
 
-def install(plugin: AIToolkitPlugin, find: Find) -> None:
+def install_hooks(plugin: AIToolkitPlugin, find: Find) -> None:
     """Replace the functions of ai-toolkit that are not methods of the trainer by wrappers.
 
     Methods of the trainer are overridden in a subclass instead.
@@ -314,7 +314,7 @@ def _hook_load_processes(
         types = {str(p.get("type")) for p in processes if uses_gracetune(p)}
         if types and not installed:
             check()
-            install(plugin, find)
+            install_hooks(plugin, find)
             installed.append(True)
         extended = {name: _extend_process(plugin, find, name, process_dict[name]) for name in types}
         return original(self, {**process_dict, **extended})
