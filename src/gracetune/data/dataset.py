@@ -24,7 +24,7 @@ from gracetune.data.conditioning import find_companions, same_aspect
 from gracetune.data.data_quality import thumbnail
 from gracetune.data.prefetch import prefetched, worker_threads
 from gracetune.data.sample import Companion, Sample, UnreadableSampleError
-from gracetune.data.source import FolderSource, data_dir, printable, walk
+from gracetune.data.source import FolderSource, data_dir, printable, walk_folder
 from gracetune.data.staging import StagedSource
 from gracetune.errors import DataError
 from gracetune.events.dispatcher import ProgressReporter
@@ -448,7 +448,7 @@ def address_kind(address: str) -> str:
     if any(os.path.isfile(os.path.join(root, name)) for name in SAVED_DATASET):
         return "hf"
     try:
-        return _kind_of_files(walk(Path(root)))
+        return _kind_of_files(walk_folder(Path(root)))
     except OSError:
         return "folder"  # opening it raises the error
 
