@@ -296,7 +296,7 @@ def _check(one: PlannedPrompt, family: Family, names: SettingNames) -> None:
         raise ConfigError(
             f"{names.frames} is {shape[2]}, but {family.name} generates no videos. Remove it."
         )
-    require_packages(one.kind)
+    require_sample_packages(one.kind)
     if family.audio is not None:
         _check_length(shape, family.name, family.audio, names)
     elif any(edge % family.pixel_step or edge > family.max_edge for edge in shape[:2]):
@@ -353,7 +353,7 @@ def _check_number_of_images(
         )
 
 
-def require_packages(kind: MediaKind) -> None:
+def require_sample_packages(kind: MediaKind) -> None:
     """Raise at start-up, not at the first validation, if the package to write videos is missing."""
     if kind == "video":
         load_av("video")
