@@ -128,5 +128,5 @@ def post(address: str, body: bytes, timeout_s: float) -> None:
 def _reason(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
         return f"status {error.code}"
-    reason = getattr(error, "reason", error)
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
     return redact_urls(f"{type(error).__name__}: {reason}")
