@@ -193,9 +193,9 @@ def _flatten_items(
 
 
 def dump_json(content: object) -> str:
-    """Return JSON in ASCII, which has no half surrogate pairs.
+    """Return JSON in ASCII, in which lone surrogates are escaped.
 
-    Infinite numbers, and what is nested too deeply, become null.
+    Numbers that are not finite, and values that are nested too deeply, become null.
     """
     try:
         return json.dumps(content, separators=(",", ":"), allow_nan=False)
