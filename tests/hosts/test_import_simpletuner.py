@@ -27,7 +27,7 @@ from gracetune.config.importers.simpletuner_keys import (
     NOT_TRANSLATED,
 )
 from gracetune.config.load import load_run_file
-from gracetune.config.parse_text import parse_json, walk_tree
+from gracetune.config.parse_text import parse_json, walk
 from gracetune.errors import ConfigError
 from gracetune.train.run import run_training
 
@@ -226,7 +226,7 @@ def keys_of(tree):
     """Return the dotted names of all keys that have a value, as the report names them."""
     return {
         ".".join(str(step) for step in path).lstrip("-")
-        for path, value in walk_tree(tree)
+        for path, value in walk(tree)
         if path and not (isinstance(value, dict) and value) and not is_list_of_sections(value)
         if not isinstance(path[-1], int)
     }

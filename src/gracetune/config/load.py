@@ -55,7 +55,7 @@ from gracetune.config.parse_text import (
     may_be_credential,
     parse_text,
     read_text,
-    walk_tree,
+    walk,
 )
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
@@ -209,7 +209,7 @@ def _override(draft: Draft, text: str) -> None:
     path, value = parse_override(text)
     if may_be_credential(path):
         text = dotted(path)
-    for where, each in walk_tree(value):
+    for where, each in walk(value):
         if find_fault(each) is not None or len(where) > MAX_DEPTH:
             fault = find_fault(each) or f"nested more than {MAX_DEPTH} levels deep"
             raise ConfigError(f"{OVERRIDE} {text[:60]!a}: the value is {fault}.")

@@ -95,7 +95,7 @@ def parse_text(text: str, text_format: str, name: str) -> ParsedText:
 
 def _check_values(tree: dict[str, object], lines: Mapping[KeyPath, int], name: str) -> None:
     """Raise an error for a number, text or key that no setting can have, and for deep nesting."""
-    for path, value in walk_tree(tree):
+    for path, value in walk(tree):
         where = locate_line(name, lines, path)
         if len(path) > MAX_DEPTH:
             raise ConfigError(f"{where}: nested more than {MAX_DEPTH} levels deep. {_FEWER_LEVELS}")
@@ -122,15 +122,15 @@ def find_fault(value: object) -> str | None:
     return None
 
 
-def walk_tree(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
+def walk(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
     """Yield the path and value of every node of a tree of dictionaries and lists, parents first."""
     yield path, value
     if isinstance(value, dict):
         for key, child in value.items():
-            yield from walk_tree(child, (*path, key))
+            yield from walk(child, (*path, key))
     elif isinstance(value, list):
         for index, child in enumerate(value):
-            yield from walk_tree(child, (*path, index))
+            yield from walk(child, (*path, index))
 
 
 def dotted(path: KeyPath) -> str:
@@ -152,7 +152,7 @@ def format_value(value: object, path: KeyPath = ()) -> str:
     Options of remote storage may be credentials, so only their type is shown. `path` is the place
     of the value in the run file.
     """
-    if any(may_be_credential((*path, *inner)) for inner, _ in walk_tree(value)):
+    if any(may_be_credential((*path, *inner)) for inner, _ in walk(value)):
         return describe_type(value)
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -8,7 +8,7 @@ from gracetune.config.importers.detect import import_files
 from gracetune.config.importers.report import MISSING
 from gracetune.config.importers.simpletuner_datasets import KNOWN_KEYS as DATASET_KEYS
 from gracetune.config.importers.simpletuner_keys import KNOWN_KEYS
-from gracetune.config.parse_text import walk_tree
+from gracetune.config.parse_text import walk
 from gracetune.errors import ConfigError
 
 CONFIG = {
@@ -455,7 +455,7 @@ def test_several_sizes_repeat_the_prompts(convert):
 def leaf_keys(tree):
     return {
         ".".join(map(str, path))
-        for path, value in walk_tree(tree)
+        for path, value in walk(tree)
         if path and isinstance(path[-1], str) and not (isinstance(value, dict) and value)
     }
 
