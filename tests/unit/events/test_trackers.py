@@ -17,7 +17,6 @@ from gracetune.events.trackers.tracker import (
     check_installed,
     flatten_settings,
     read_validation_samples,
-    reporting_failures,
 )
 from gracetune.events.types import (
     HealthChanged,
@@ -93,7 +92,8 @@ def run_events(recorder, events, **options):
     opened = recorder if callable(recorder) else lambda: recorder
     sink = TrackerSink("tool", opened, settings={"seed": 1}, **options)
     kept = Kept()
-    with EventDispatcher([sink, kept]) as dispatcher, reporting_failures([sink], dispatcher.emit):
+    with EventDispatcher([sink, kept]) as dispatcher:
+        sink.report_to(dispatcher.emit)
         for event in events:
             dispatcher.emit(event)
     return sink, kept

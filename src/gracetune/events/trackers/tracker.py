@@ -205,7 +205,7 @@ class TrackerSink:
             self._thread.join(FAILED_CLOSE_S)
 
     def report_to(self, emit: Emit) -> None:
-        """Emit notices about failures from now on."""
+        """Emit notices about failures from now on, for the other sinks of the run."""
         self._emit = emit
         self._report()
 
@@ -338,14 +338,6 @@ class TrackerSink:
                 reason = " ".join(str(error).split())[:MAX_REASON].rstrip(".")
                 text = f"{what}: {type(error).__name__}: {reason}".rstrip(": ")
                 self._unreported.append(self._warning(text))
-
-
-@contextmanager
-def reporting_failures(sinks: Iterable[TrackerSink], emit: Emit) -> Iterator[None]:
-    """Let trackers report their failures to the other sinks of a run."""
-    for sink in sinks:
-        sink.report_to(emit)
-    yield
 
 
 def read_validation_samples(grid: Path) -> list[SampleFile]:
