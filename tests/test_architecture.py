@@ -70,6 +70,18 @@ def test_no_file_is_longer_than_800_lines(modules: dict[str, Module]) -> None:
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
 
+def test_files_that_docstrings_and_comments_name_exist(modules: dict[str, Module]) -> None:
+    packages = "|".join(path.parent.name for path in SRC.glob("*/__init__.py"))
+    names = re.compile(rf"(?<![\w/])(?:{packages})/[\w/]+\.py\b")
+    named = {
+        (module.name, name)
+        for module in modules.values()
+        for name in names.findall(module.path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 40
+    assert sorted(pair for pair in named if not (SRC / pair[1]).is_file()) == []
+
+
 def test_importing_torch_free_modules_does_not_load_torch(modules: dict[str, Module]) -> None:
     names = sorted(
         name

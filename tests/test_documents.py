@@ -203,28 +203,33 @@ def measured():
     checked, large = figures("gradient_check"), figures("large_families")
     loops = figures("tuned_loop")
 
-    def times(*names):
-        return ", ".join(f"{wan[f'{name}_images_s'] / best:.2f}" for name in names) + " times"
+    def speeds(ours, tuned, eager):
+        ratio = f"{ours / eager:.2f} times" if ours else "–"
+        return " | ".join([*(f"{one:#.3g}" if one else "–" for one in (ours, tuned, eager)), ratio])
+
+    def of_family(name):
+        return speeds(families[f"{name}_96_samples_s"], None, families[f"{name}_plain_samples_s"])
+
+    def of_wan(name):
+        return speeds(wan[f"{name}_images_s"], None, best)
 
     prefetch = [memory[key] for key in memory if re.fullmatch(r"prefetch\.\d+_mib\.ratio", key)]
     ratios, slots = ([one[key] for one in settled_rings(ring)] for key in ("ratio", "slots"))
+    of_three_slots = [value for key, value in ring.items() if re.search(r"streamed.*ratio$", key)]
+    on_the_18th = (
+        loops[f"flux.96.{name}.images_s"] for name in ("compiled", "eager_checkpointing")
+    )
     return {
-        "Tuned loop (compiled, no checkpointing": " and ".join(
-            f"{loops[f'flux.96.{name}.images_s']:.2f}"
-            for name in ("compiled", "eager_checkpointing")
+        "FLUX.1 at 1024x1024, 18 November": speeds(None, *on_the_18th),
+        "FLUX.1 at 1024x1024, 16 November": of_family("flux"),
+        "Qwen-Image at 1024x1024": of_family("qwen"),
+        "Wan2.2-14B, a clip of 33 frames at 832x480": of_family("clip"),
+        **{f"Wan2.2-14B at 1024x1024, in {gb} GB": of_wan(gb) for gb in (96, 48, 24, 12)},
+        **{f"Wan2.2-14B in fp8, in {gb} GB": of_wan(f"fp8_{gb}") for gb in (96, 12)},
+        "RamTorch, whose memory was not limited": f"{wan['12_to_ramtorch']:.1f} times",
+        f"diffusers' group offloading, which needs {wan['group_offload_peak_gib']:.1f} GiB": (
+            f"{wan['12_to_group_offload']:.2f} times"
         ),
-        "gracetune as planned (compiled, batch 4)": " and ".join(
-            f"{families[name]:.2f}" for name in ("flux_96_samples_s", "flux_plain_samples_s")
-        ),
-        "LoRA on Wan2.2-14B": times("96", "48", "24", "12"),
-        "The same with frozen weights computed in fp8": times("fp8_96", "fp8_12"),
-        "The same in 12 GB, without fp8, against RamTorch": f"{wan['12_to_ramtorch']:.1f} times",
-        "The same in 12 GB, without fp8, against diffusers' group offloading, which needs "
-        f"{wan['group_offload_peak_gib']:.1f} GiB": f"{wan['12_to_group_offload']:.2f} times",
-        "LoRA on FLUX.1": ", ".join(
-            f"{families[f'{name}_ratio']:.2f}" for name in ("flux", "qwen", "clip")
-        )
-        + " times",
         "LoRA on a FLUX.2-shaped model": "; ".join(
             f"{large[f'{name}.predicted_images_s']:.3f} and {large[f'{name}.images_s']:.3f}"
             for name in ("flux2", "z_image")
@@ -238,12 +243,19 @@ def measured():
         )
         + " times",
         "Step time inside a managed-memory pool": f"{memory['pool_step.ratio']:.3f}",
-        "Bandwidth of `prefetch_to_device`": f"{min(prefetch):.3f}",
+        "Bandwidth of `prefetch_to_device`": f"at least {min(prefetch):.3f}",
         "First access to managed memory": f"{memory['first_touch.ratio']:.0f} times faster",
         "Step time when batches come from the cache": f"{transfer['fed_over_resident']:.3f}",
-        "Step time of twenty Wan2.2-14B blocks": f"at most {max(ratios):.3f}, "
-        f"in a ring of {min(slots):.0f} to {max(slots):.0f} slots",
+        "Step time of twenty Wan2.2-14B blocks": f"at most {max(ratios):.3f} once the ring has "
+        f"grown to {min(slots):.0f} to {max(slots):.0f} slots; up to {max(of_three_slots):.3f} "
+        "with 3",
     }
+
+
+def eager_peak(record, loop, noun):
+    """Return the peak memory of an eager loop at its fastest batch size, in GiB."""
+    tried = [f"{loop}_batch_{samples}" for samples in (1, 2, 4)]
+    return max((record[f"{name}_{noun}_s"], record[f"{name}_peak_gib"]) for name in tried)[1]
 
 
 def test_the_figures_of_the_readme_match_the_result_files():
@@ -254,9 +266,24 @@ def test_the_figures_of_the_readme_match_the_result_files():
     for about, figure in rows:
         (known,) = [value for start, value in expected.items() if about.startswith(start)]
         assert figure == known, about
-    loops, families = figures("tuned_loop"), figures("families_step")
+    wan, loops, families = map(figures, ("wan14b_step", "tuned_loop", "families_step"))
+    peaks = [
+        loops["flux.96.eager_checkpointing.peak_gib"],
+        eager_peak(wan, "plain", "images"),
+        *(eager_peak(families, f"{name}_plain", "samples") for name in ("flux", "qwen", "clip")),
+    ]
+    assert f"It needs {min(peaks):.0f} to {max(peaks):.0f} GiB" in text
     tuned = loops["flux.96.compiled.images_s"] / loops["flux.96.eager_checkpointing.images_s"]
     assert f"the tuned loop is {tuned:.2f} and gracetune {families['flux_ratio']:.2f} times" in text
+
+
+def test_the_rates_in_the_page_of_caches_match_the_result_file():
+    text = (ROOT / "docs" / "caches.md").read_text(encoding="utf-8")
+    memory = figures("memory_core")
+    for kind in ("prefetch", "pinned_copy"):
+        rates = [memory[key] for key in memory if key.endswith(f"mib.{kind}_gb_s")]
+        assert f"| {min(rates):.0f} to {max(rates):.0f} GB/s |" in text
+    assert f"| {memory['first_touch.faulting_gb_s']:.1f} GB/s |" in text
 
 
 def planned_and_measured():

@@ -36,7 +36,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         with full_disk_named(path):
             yield staging
         commit_staging(staging, path)
-    except BaseException:
+    except BaseException:  # also Ctrl-C: nobody else removes the folder
         shutil.rmtree(staging, ignore_errors=True)
         raise
 
@@ -81,7 +81,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
             _set_permissions(staging, permissions)
             fsync_path(staging)
             os.replace(staging, path)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: nobody else removes the file
             staging.unlink(missing_ok=True)
             raise
         fsync_path(path.parent)

@@ -19,7 +19,7 @@ from gracetune.hosts.simpletuner.hooks import (
     PROCESS_KEEPER,
     TRACKER,
     TRAINER,
-    install,
+    install_hooks,
 )
 from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
 from gracetune.hosts.simpletuner.webui import WEBUI_OPTIONS, install_webui
@@ -78,7 +78,7 @@ def check_forms(folder: Path) -> None:
 
 def main(folder: Path) -> None:
     plugin = SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous)
-    install(plugin, import_module)
+    install_hooks(plugin, import_module)
     install_webui({}, import_module)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     words = import_module(JSON).load_json_config()

@@ -33,7 +33,7 @@ from upstream_modules import FORK, FRESH, TIMED_OUT, ModuleRun, Runner, import_a
 
 from gracetune.hosts.simpletuner import hooks as simpletuner_hooks  # noqa: E402
 from gracetune.hosts.simpletuner.__main__ import make_plugin  # noqa: E402
-from gracetune.hosts.simpletuner.hooks import install  # noqa: E402
+from gracetune.hosts.simpletuner.hooks import install_hooks  # noqa: E402
 from gracetune.hosts.simpletuner.webui import install_webui  # noqa: E402
 
 PRELOADED = ("torch", "diffusers", "transformers", "accelerate", "peft", "simpletuner")
@@ -49,7 +49,7 @@ of gloo, which waits for the GIL (pytorch/pytorch#56297)."""
 
 def hook() -> None:
     """Set all hooks, as the entry points of the trainer and of the WebUI do."""
-    install(make_plugin(), import_module)
+    install_hooks(make_plugin(), import_module)
     install_webui(dict(os.environ), import_module)
 
 

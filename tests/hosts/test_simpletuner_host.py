@@ -29,7 +29,7 @@ from gracetune.hosts.simpletuner.hooks import (
     LOCAL,
     TRACKER,
     TRAINER,
-    install,
+    install_hooks,
 )
 from gracetune.hosts.simpletuner.plugin import AccumulationSteps, SimpleTunerPlugin
 from gracetune.memory.platform import open_machine
@@ -48,7 +48,7 @@ def hooked():
     """The plug-in, installed once for this process, and the stock backend class."""
     plugin = SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous)
     local = import_module(LOCAL).LocalDataBackend
-    install(plugin, import_module)
+    install_hooks(plugin, import_module)
     return SimpleNamespace(plugin=plugin, stock=local)
 
 
@@ -190,14 +190,14 @@ import json, sys
 from importlib import import_module
 from pathlib import Path
 import torch
-from gracetune.hosts.simpletuner.hooks import FACTORY, install
+from gracetune.hosts.simpletuner.hooks import FACTORY, install_hooks
 from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
 from gracetune.memory.platform import open_machine
 environment = {"LOCAL_WORLD_SIZE": "2"}
 plugin = SimpleTunerPlugin(
     environment, open_machine, torch.Tensor.contiguous, Path(sys.argv[1])
 )
-install(plugin, import_module)
+install_hooks(plugin, import_module)
 plugin.split_config({"cache_config": {"vae_cache_type": "memory"}})
 backend = import_module(FACTORY).LocalDataBackend(accelerator=None, id="x")
 for line in sys.stdin:

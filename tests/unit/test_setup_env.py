@@ -122,7 +122,7 @@ def test_the_table_shows_values_meanings_and_effects() -> None:
         ),
         "ACCELERATE_MIXED_PRECISION": "bf16",
     }
-    text = "\n".join(env.table(environment, environment_settings(environment)))
+    text = "\n".join(env.variable_table(environment, environment_settings(environment)))
     for words in (
         "hints are on",
         "managed memory is allowed, and used if the machine has a GPU that supports it",
@@ -145,7 +145,7 @@ def test_without_use_uvm_only_batches_are_managed() -> None:
 
 
 def test_without_variables_the_table_says_so() -> None:
-    assert "no variable is set" in "\n".join(env.table({}, environment_settings({})))
+    assert "no variable is set" in "\n".join(env.variable_table({}, environment_settings({})))
 
 
 def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -417,7 +417,7 @@ class CacheIndex:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the write lock must not outlive the block
             if self._db.in_transaction:  # SQLite has already ended it if the file is damaged
                 self._db.execute("ROLLBACK")
             raise

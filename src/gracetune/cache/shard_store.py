@@ -533,7 +533,7 @@ class ShardWriter:
                     )
                 )
             self._commit(rows, moved)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the shard may end with half an entry
             self.release()
             raise
 

@@ -510,7 +510,7 @@ def _merge_into(args: argparse.Namespace, strengths: Sequence[float]) -> int:
 def _extract(args: argparse.Namespace) -> int:
     from gracetune.adapters.files.io import default_format, write_adapter
     from gracetune.adapters.files.keys import get_format
-    from gracetune.adapters.files.lowrank import extract
+    from gracetune.adapters.files.lowrank import extract_lora
 
     tables = _key_tables()
     table = _table_of(args, tables)
@@ -518,7 +518,7 @@ def _extract(args: argparse.Namespace) -> int:
         raise AdapterError(f"extract needs --family: one of {', '.join(tables)}.")
     _check_rank("--rank", args.rank)
     out = _new_output(args, args.out)
-    extraction = extract(args.base, args.tuned, table, args.rank, _generator(), args.keep_rest)
+    extraction = extract_lora(args.base, args.tuned, table, args.rank, _generator(), args.keep_rest)
     adapter, left_out = extraction.adapter, extraction.left_out
     key_format = get_format(args.to) if args.to else default_format(adapter)
     path = write_adapter(out, adapter, key_format, _metadata(args, adapter), _dtype(args))

@@ -76,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
     environment = process_environment()
     settings = environment_settings(environment)
     for line in (
-        export_lines(environment, settings) if args.export else table(environment, settings)
+        export_lines(environment, settings)
+        if args.export
+        else variable_table(environment, settings)
     ):
         print(line)
     return 0
@@ -127,7 +129,7 @@ def _managed_effect(verb: str, how: str, use_uvm: bool | None) -> str:
     return f"{verb} managed memory {how}{scope}"
 
 
-def table(environment: Mapping[str, str], settings: EnvironmentSettings) -> Iterator[str]:
+def variable_table(environment: Mapping[str, str], settings: EnvironmentSettings) -> Iterator[str]:
     """Yield lines with each variable, its value and its meaning, then lines with the effects."""
     width = max(len(each.name) for each in VARIABLES)
     for each in VARIABLES:

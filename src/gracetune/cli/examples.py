@@ -106,7 +106,7 @@ def draw_images(folder: Path) -> None:
 
 
 def match_examples(known: Mapping[str, Traversable], name: str) -> dict[str, Traversable]:
-    """Return the example with this name; else all whose name starts with it; else contains it.
+    """Return the example with this name, or else those that start with it or contain it.
 
     Spelling does not matter: `qwen_image`, `Qwen-Image` and `qwen image` are the same.
     """

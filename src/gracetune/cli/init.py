@@ -36,7 +36,7 @@ from gracetune.data import buckets, images
 from gracetune.data.captions import caption_orders
 from gracetune.data.dataset import NOUNS, list_dataset
 from gracetune.data.dataset_report import check_dataset, folder_kinds
-from gracetune.data.source import walk
+from gracetune.data.source import walk_folder
 from gracetune.errors import ConfigError, DataError
 from gracetune.events.console import console_sink
 from gracetune.models.registry import FAMILIES
@@ -231,7 +231,7 @@ def _role(folder: Path) -> str:
 
 
 def _image_stems(folder: Path, recursive: bool = True) -> Iterator[str]:
-    for name in walk(folder):
+    for name in walk_folder(folder):
         path = PurePosixPath(name)
         if path.suffix.lower() in images.EXTENSIONS and (recursive or len(path.parts) == 1):
             yield str(path.with_suffix(""))
@@ -405,7 +405,7 @@ def _with_data(request: RunRequest, report: DatasetReport, pair: Pair) -> RunReq
     chosen = _unlike(list(texts))
     controls: tuple[str, ...] = ()
     if pair.control is not None:
-        by_stem = {str(PurePosixPath(n).with_suffix("")): n for n in walk(pair.control)}
+        by_stem = {str(PurePosixPath(n).with_suffix("")): n for n in walk_folder(pair.control)}
         stems = [str(PurePosixPath(texts[text]).with_suffix("")) for text in chosen]
         controls = tuple(str(pair.control / by_stem[stem]) for stem in stems)
     frames = [0]

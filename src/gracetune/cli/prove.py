@@ -1,6 +1,6 @@
-"""`gracetune prove RUN`: show on this machine what gracetune promises, in one report to send back.
+"""`gracetune prove RUN`: check a machine and a run file, and write one report to send back.
 
-Each part is a process of its own, so that the others go on if one fails, hangs or is killed.
+Each part is a process of its own, so that the others continue if one fails, hangs or is killed.
 """
 
 from __future__ import annotations

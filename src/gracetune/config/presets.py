@@ -362,10 +362,15 @@ def _default_model(request: RunRequest) -> str | None:
     return FAMILIES[request.family].default_model
 
 
+def _creates_model(request: RunRequest) -> bool:
+    """Return True for a family that starts with random weights (`tiny`), not a published model."""
+    return _default_model(request) is None
+
+
 def _schedule(request: RunRequest, size: SizePreset) -> _Schedule:
     batch_size = max(1, min(size.batch_size, request.num_samples // 4))
     accumulation = 4 if request.kind == "video" else 1
-    if _default_model(request) is None:
+    if _creates_model(request):
         return _Schedule(TINY_STEPS, batch_size, 1)
     uses = GOAL_PRESETS[request.goal].uses * request.num_samples
     uses = min(max(uses, USES_LIMITS[0]), USES_LIMITS[1])
@@ -393,7 +398,7 @@ def _model(request: RunRequest) -> list[Setting]:
                 "Set bf16 for the exact weights",
             )
         )
-    if _default_model(request) is None:
+    if _creates_model(request):
         return [
             *settings,
             Setting("adapter.kind", "lora"),
@@ -457,9 +462,7 @@ def _seconds(request: RunRequest) -> list[float]:
 def resolution_setting(request: RunRequest, size: SizePreset) -> Setting:
     """Choose the resolution: that of the memory preset, but not far above that of the data."""
     preset = FAMILY_PRESETS[request.family]
-    step = (
-        max(preset.pixel_step, 4) if _default_model(request) is None else max(preset.pixel_step, 64)
-    )
+    step = max(preset.pixel_step, 4 if _creates_model(request) else 64)
     edge = max(request.typical_edge // step * step, preset.min_resolution)
     key, resolution = "datasets.0.resolution", min(size.resolution, edge)
     if resolution < size.resolution:
@@ -469,7 +472,7 @@ def resolution_setting(request: RunRequest, size: SizePreset) -> Setting:
             if is_enlarged
             else "many of your samples are this small; more would only enlarge them"
         )
-    elif _default_model(request) is None:
+    elif _creates_model(request):
         reason = "the model is made for small images"
     else:
         reason = f"pixels per edge of a square; chosen for {request.memory_gb:.3g} GB"
@@ -510,9 +513,9 @@ def _train(request: RunRequest, size: SizePreset, schedule: _Schedule) -> list[S
     preset, steps, batch_size = FAMILY_PRESETS[request.family], schedule.steps, schedule.batch_size
     each = steps * batch_size * schedule.accumulation / request.num_samples
     reason = f"each of {request.num_samples} samples is used about {each:.0f} times"
-    if _default_model(request) is None:
+    if _creates_model(request):
         reason = "a minute or two on a CPU"
-    why = f"chosen for {request.memory_gb:.3g} GB" if _default_model(request) is not None else ""
+    why = "" if _creates_model(request) else f"chosen for {request.memory_gb:.3g} GB"
     settings = [
         Setting("train.max_train_steps", steps, reason),
         Setting(
@@ -554,7 +557,7 @@ def _train(request: RunRequest, size: SizePreset, schedule: _Schedule) -> list[S
         Setting("optimizer.lr", preset.lr, "the usual rate for a LoRA of this family"),
         *(
             [Setting("optimizer.schedule", "cosine", "ends with small steps, for cleaner images")]
-            if _default_model(request) is None
+            if _creates_model(request)
             else []
         ),
         Setting("optimizer.warmup_steps", warmup, "a gentle start"),
@@ -563,7 +566,7 @@ def _train(request: RunRequest, size: SizePreset, schedule: _Schedule) -> list[S
                 Setting("cache_config.persistent_cache", True, "encode once, also for later runs"),
                 Setting("cache_config.cache_dir", f"cache/{request.family}"),
             ]
-            if _default_model(request) is not None
+            if not _creates_model(request)
             else []
         ),
     ]

@@ -133,7 +133,7 @@ class LogTail:
 def _parse_line(line: bytes) -> dict[str, object] | None:
     """Return the event of a line; None if it is damaged.
 
-    orjson takes a fifth of the standard library's time. It refuses half surrogate pairs, which
+    orjson takes a fifth of the standard library's time. It refuses lone surrogates, which
     stand for bytes of file names that are not UTF-8, so a line that it refuses is tried again.
     """
     try:

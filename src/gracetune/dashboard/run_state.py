@@ -11,7 +11,7 @@ from collections import deque
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from gracetune.dashboard.series import Table, flatten
+from gracetune.dashboard.series import Table, flatten_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -121,7 +121,7 @@ class RunState:
         if kind == "step_done":
             values = _step_values(record)
         else:
-            values = flatten(record, skip=_HEADER)
+            values = flatten_numbers(record, skip=_HEADER)
             self.latest[kind] = record
         count = len(table)
         if table.put(step, time, values):
@@ -138,7 +138,7 @@ class RunState:
             return
         table = self.tables.setdefault("held_out_loss", Table())
         count = len(table)
-        if table.put(step, time, flatten({"losses": losses})):
+        if table.put(step, time, flatten_numbers({"losses": losses})):
             self._new_rows.setdefault("held_out_loss", count)
         else:
             self._must_reload = True
@@ -195,7 +195,7 @@ class RunState:
 def _step_values(record: Mapping[str, object]) -> dict[str, float]:
     """Return the numbers of a step; with two transformers, also under the name of the trained one.
 
-    Steps are by far the most frequent events, so that this does without `flatten`.
+    Steps are by far the most frequent events, so that this does without `flatten_numbers`.
     """
     try:
         numbers = _STEP_NUMBERS(record)
@@ -204,7 +204,7 @@ def _step_values(record: Mapping[str, object]) -> dict[str, float]:
     if _NUMBER_TYPES.issuperset(map(type, numbers)):
         values = dict(zip(_STEP_DONE, numbers, strict=True))
     else:
-        values = flatten({name: record[name] for name in _STEP_DONE if name in record})
+        values = flatten_numbers({name: record[name] for name in _STEP_DONE if name in record})
     expert = record.get("expert")
     if isinstance(expert, str) and expert:
         values |= {f"{name}/{expert}": values[name] for name in _BY_EXPERT if name in values}

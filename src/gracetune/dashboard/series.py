@@ -153,7 +153,7 @@ class Table:
         return [step for step, _ in zip(bad, range(limit), strict=False)]
 
 
-def flatten(record: Mapping[str, object], skip: Iterable[str] = ()) -> dict[str, float]:
+def flatten_numbers(record: Mapping[str, object], skip: Iterable[str] = ()) -> dict[str, float]:
     """Return all numbers in a record, by path: `{"seconds": {"data": 1}}` -> `seconds/data`.
 
     Lists of strings count as their length, and lists of mappings get numbers in the path.
@@ -193,9 +193,9 @@ def _flatten_items(
 
 
 def dump_json(content: object) -> str:
-    """Return JSON in ASCII, which has no half surrogate pairs.
+    """Return JSON in ASCII, in which lone surrogates are escaped.
 
-    Infinite numbers, and what is nested too deeply, become null.
+    Numbers that are not finite, and values that are nested too deeply, become null.
     """
     try:
         return json.dumps(content, separators=(",", ":"), allow_nan=False)

@@ -24,7 +24,7 @@ from gracetune.data.conditioning import find_companions, same_aspect
 from gracetune.data.data_quality import thumbnail
 from gracetune.data.prefetch import prefetched, worker_threads
 from gracetune.data.sample import Companion, Sample, UnreadableSampleError
-from gracetune.data.source import FolderSource, data_dir, printable, walk
+from gracetune.data.source import FolderSource, data_dir, printable, walk_folder
 from gracetune.data.staging import StagedSource
 from gracetune.errors import DataError
 from gracetune.events.dispatcher import ProgressReporter
@@ -335,7 +335,7 @@ def _probe_file(data: bytes, kind: str) -> _Probe:
             return _Probe(digest, clip.width, clip.height, clip.seconds, clip.fps)
         case "audio":
             return _Probe(digest, 0, 0, audio.probe_audio(data).seconds)
-    return _Probe(digest, *images.probe(data))
+    return _Probe(digest, *images.probe_image(data))
 
 
 def _companion(
@@ -343,7 +343,7 @@ def _companion(
 ) -> Companion:
     data = source.read(key)
     try:
-        shown = images.probe(data)
+        shown = images.probe_image(data)
     except UnreadableSampleError as error:
         raise UnreadableSampleError(f"its companion {key}: {error.reason}") from error
     if not same_aspect(shown, size):
@@ -448,7 +448,7 @@ def address_kind(address: str) -> str:
     if any(os.path.isfile(os.path.join(root, name)) for name in SAVED_DATASET):
         return "hf"
     try:
-        return _kind_of_files(walk(Path(root)))
+        return _kind_of_files(walk_folder(Path(root)))
     except OSError:
         return "folder"  # opening it raises the error
 

@@ -29,7 +29,7 @@ from gracetune.data.dataset import (
     list_dataset,
     read_samples,
 )
-from gracetune.data.source import printable, walk
+from gracetune.data.source import printable, walk_folder
 from gracetune.errors import GracetuneError
 from gracetune.events.types import Notice
 
@@ -106,7 +106,7 @@ class DatasetReport:
 
 def folder_kinds(folder: Path) -> dict[Kind, int]:
     """Return the number of images, videos and audio files in a folder, the most frequent first."""
-    suffixes = Counter(PurePosixPath(name).suffix.lower() for name in walk(folder))
+    suffixes = Counter(PurePosixPath(name).suffix.lower() for name in walk_folder(folder))
     kinds: tuple[Kind, ...] = ("image", "video", "audio")
     counts = {kind: sum(suffixes[suffix] for suffix in EXTENSIONS[kind]) for kind in kinds}
     return dict(sorted(((k, n) for k, n in counts.items() if n), key=lambda pair: -pair[1]))

@@ -226,7 +226,7 @@ class UnreadableImageError(UnreadableSampleError):
     """Raised for a file that is not an image, is damaged, or has an unsupported format."""
 
 
-def probe(data: bytes) -> tuple[int, int]:
+def probe_image(data: bytes) -> tuple[int, int]:
     """Return the width and height of an image as displayed, after the EXIF orientation.
 
     The whole file is read with the checks of its format, because Pillow decodes many damaged files

@@ -4,7 +4,7 @@
 `timeout_s` for a result. If a worker hangs, raises an exception or dies, the run stops with an
 error that names the sample. `ordered_map` is for short reads that cannot hang.
 
-Other modules prefetch other things: cache/prefetch.py copies batches to the device, and
+Other modules prefetch other things: cache/batch_transfer.py copies batches to the device, and
 cache/shard_reader.py reads cache files asynchronously.
 """
 

@@ -27,7 +27,7 @@ from gracetune.data.source import (
     is_hidden,
     read_range,
     unlistable,
-    walk,
+    walk_folder,
 )
 from gracetune.errors import DataError
 from gracetune.events.types import Notice
@@ -132,7 +132,7 @@ def _local(address: str, ending: str, setting: str) -> list[Path]:
     root = os.path.expanduser(address)
     try:
         if os.path.isdir(root):
-            keys = sorted(key for key in walk(Path(root)) if key.lower().endswith(ending))
+            keys = sorted(key for key in walk_folder(Path(root)) if key.lower().endswith(ending))
             return [Path(root, key) for key in keys]
         if os.path.exists(root):
             return [Path(root)]

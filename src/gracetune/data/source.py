@@ -212,7 +212,7 @@ class FolderSource:
                 )
             self.skipped: dict[str, list[str]] = {}
             """Paths of entries that are not listed, by the reason."""
-            self._keys = tuple(sorted(walk(self.root, self.skipped)))
+            self._keys = tuple(sorted(walk_folder(self.root, self.skipped)))
         except OSError as error:
             raise unlistable(name, path, error) from error
         if not self._keys:
@@ -284,7 +284,7 @@ def data_dir(section: DatasetSection, setting: str) -> str:
     return section.instance_data_dir
 
 
-def walk(folder: Path, skipped: dict[str, list[str]] | None = None) -> Iterator[str]:
+def walk_folder(folder: Path, skipped: dict[str, list[str]] | None = None) -> Iterator[str]:
     """Yield the relative paths of all files below a folder, except hidden ones.
 
     Symbolic links are followed, and each real folder is listed once: under its own path if that is

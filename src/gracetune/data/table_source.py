@@ -411,11 +411,6 @@ def _suffix_by_content(column: pa.ChunkedArray) -> str:
     return ".bin"
 
 
-def flatten(column: Column, inner: str) -> Column:
-    """Return the field `inner` of a struct column."""
-    return pc.struct_field(column, inner)
-
-
 # Parquet
 
 _AHEAD_NBYTES = 64 * 1024
@@ -450,7 +445,7 @@ class RowGroup:
             pq.ParquetFile(opened, metadata=self._footer, read_dictionary=repeats) as file,
         ):
             column = file.read_row_group(self._number, [name], use_threads=False).column(outer)
-        return flatten(column, inner) if inner else column
+        return pc.struct_field(column, inner) if inner else column
 
 
 def open_parquet(section: DatasetSection, setting: str, emit: Emit) -> TableSource:  # noqa: ARG001
@@ -556,7 +551,7 @@ class RecordBatchGroup:
         array = self._batch.column(outer)
         array.validate()
         if inner:
-            array = flatten(array, inner)
+            array = pc.struct_field(array, inner)
         if not pa.types.is_dictionary(array.type):
             # As binary: a caption that is not UTF-8 must not make the others unreadable.
             is_large = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)

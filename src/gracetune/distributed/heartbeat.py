@@ -457,7 +457,7 @@ def watch_ranks(
     try:
         with monitor.naming_lost_ranks():
             yield monitor
-    except BaseException as error:
+    except BaseException as error:  # also Ctrl-C and SystemExit: the other ranks must learn it
         monitor.finish(error)
         raise
     monitor.finish(None)

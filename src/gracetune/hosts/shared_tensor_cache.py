@@ -299,7 +299,7 @@ class SharedTensorCache:
         for log in self._folder.glob("*.log"):
             if log == self._log.path:
                 continue
-            records, self._offsets[log] = read_records(log, self._offsets.get(log, 0), self._owner)
+            records, self._offsets[log] = read_log(log, self._offsets.get(log, 0), self._owner)
             for record in records:
                 if isinstance(record, ValueStored):
                     if not self._has_entry(record.path, record.file):
@@ -415,7 +415,7 @@ class RecordLog:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
-def read_records(path: Path, offset: int, owner: int) -> tuple[list[LogRecord], int]:
+def read_log(path: Path, offset: int, owner: int) -> tuple[list[LogRecord], int]:
     """Return the records from an offset on, and the offset after the last complete line."""
     try:
         with os.fdopen(open_private_file(path, os.O_RDONLY, owner), "rb") as file:

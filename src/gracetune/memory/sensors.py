@@ -231,14 +231,15 @@ class GpuSensors:
         self._handle = handle
         self._index = index
         self._name = _decode(self._ask("nvmlDeviceGetName"))
-        self._max_clock = self._ask("nvmlDeviceGetMaxClockInfo", self._clock_kind())
+        self._max_clock = self._ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM)
         self._power_limit = self._ask("nvmlDeviceGetEnforcedPowerLimit")
 
     def read(self) -> dict[str, object]:
         """Return the values that the driver reports; names as in `DeviceSensors.gpus`."""
         values: dict[str, object] = {"index": self._index, "name": self._name}
         self._add(values, "temperature_c", self._ask("nvmlDeviceGetTemperature", 0))
-        self._add(values, "sm_clock_mhz", self._ask("nvmlDeviceGetClockInfo", self._clock_kind()))
+        clock = self._ask("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM)
+        self._add(values, "sm_clock_mhz", clock)
         self._add(values, "max_sm_clock_mhz", self._max_clock)
         self._add(values, "power_w", self._ask("nvmlDeviceGetPowerUsage"), 1e-3)
         self._add(values, "power_limit_w", self._power_limit, 1e-3)
@@ -262,9 +263,6 @@ class GpuSensors:
     def _add(values: dict[str, object], name: str, value: Any, factor: float = 1) -> None:
         if value is not None:
             values[name] = value * factor
-
-    def _clock_kind(self) -> int:
-        return int(getattr(self._nvml, "NVML_CLOCK_SM", 1))
 
     def _ask(self, function: str, *arguments: object) -> Any:
         """Call a function of NVML; None if the driver or the bindings do not have it."""

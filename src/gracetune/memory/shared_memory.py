@@ -404,7 +404,7 @@ def open_private_file(path: Path, flags: int, owner: int) -> int:
             raise _foreign(path, status)
         if status.st_mode & 0o022:
             raise _too_open(path, status)
-    except BaseException:
+    except BaseException:  # whatever it is: the caller gets no descriptor to close
         os.close(opened)
         raise
     return opened

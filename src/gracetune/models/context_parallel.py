@@ -40,10 +40,15 @@ RING_BACKENDS = ("cudnn", "flash", "flash_attn_2", "flash_attn_3")
 """Values of `model.attention_mechanism` that return what ring attention needs to add up parts."""
 
 
+def has_token_plan(transformer: nn.Module) -> bool:
+    """Return True if diffusers says how ranks can divide the tokens of a transformer's samples."""
+    return vars(type(transformer)).get("_cp_plan") is not None
+
+
 def check_context_parallel(family: Family, degree: int, kind: str, device_type: str) -> None:
     """Raise if ranks cannot divide the tokens of this model's samples among them."""
     for transformer in transformers_of(family.transformer).values():
-        if vars(type(transformer)).get("_cp_plan") is None:
+        if not has_token_plan(transformer):
             raise ConfigError(
                 f"distributed.context_parallel is {degree}, but diffusers has no plan for dividing "
                 f"the tokens of {type(transformer).__name__} ({family.name}). Set it to 1."

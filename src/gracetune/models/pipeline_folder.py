@@ -338,8 +338,8 @@ def _load_fp8(
         raise ValueError(f"{unscaled[0]} is stored in fp8 without a scale, but others have one")
     weights = dequantize(stored, dtype)
     with init_empty_weights():
-        model = build()
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        model: Any = build()
+    kept = set(model._keep_in_fp32_modules or ())
     for name, tensor in weights.items():
         if tensor.is_floating_point():
             is_kept = not kept.isdisjoint(name.split("."))
@@ -348,7 +348,8 @@ def _load_fp8(
     if missing or unexpected:
         wrong = sorted([*missing, *unexpected])
         raise ValueError(f"{len(wrong)} weights are missing or unknown, first {wrong[0]}")
-    return model
+    loaded: nn.Module = model
+    return loaded
 
 
 def read_transformer(

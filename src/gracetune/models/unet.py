@@ -3,8 +3,9 @@
 A U-Net consists of ResNets and transformer blocks. They are the units of weight streaming and
 recomputation, because its stages (`down_blocks`, `mid_block`, `up_blocks`) differ greatly in size.
 
-The model is trained on the discrete timesteps of its scheduler. A sigma of the trainer is the place
-t of a timestep in [0, 1] (`train/objective.py`), and the U-Net takes the number of the timestep.
+The model is trained on the discrete timesteps of its scheduler. The trainer's timesteps t in [0, 1]
+(`train/objective.py`), which `Family.predict` calls sigmas, are rounded to the nearest of them, and
+the U-Net gets its number.
 """
 
 from __future__ import annotations
@@ -97,14 +98,14 @@ class UNetFamily(DiffusersFamily):
         sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """Run the U-Net at the timesteps that are nearest to the sigmas."""
+        """Run the U-Net at the discrete timesteps that are nearest to the sigmas."""
         middles = (self.noise_schedule[1:] + self.noise_schedule[:-1]) / 2
         numbers = torch.bucketize(sigmas, middles.to(sigmas))
         return super().predict(transformer, noisy, numbers.to(sigmas), conditions)
 
 
 def _read_schedule(parts: PipelineParts) -> tuple[Tensor, PredictionType]:
-    """Return the place of each timestep between latents (0) and noise (1), and the prediction."""
+    """Return t in [0, 1] of each discrete timestep, and the quantity that the model predicts."""
     scheduler = read_scheduler(parts.folder)
     name = f"The scheduler of {str(parts.folder)!r}, {type(scheduler).__name__},"
     kind = scheduler.config.get("prediction_type", "epsilon")

@@ -79,7 +79,7 @@ class GrowthController:
         self._windows.discard()
 
     def discard_window(self) -> None:
-        """Drop the stall window, the passes whose waits are measured: sampling ran between them."""
+        """Drop the current stall window, because sampling ran between its training passes."""
         self._windows.discard()
 
     def start_pass(

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gracetune.config.checks import check_sharding
 from gracetune.memory.platform import Link
+from gracetune.models.context_parallel import has_token_plan
 from gracetune.plan.machines import NETWORK_CONSTANTS
 from gracetune.plan.planner_input import STATE_SHARES
 from gracetune.plan.search import (
@@ -34,7 +35,7 @@ from gracetune.plan.sharding import ModelDivision, Network, ShardingChoice, meas
 from gracetune.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -279,9 +280,10 @@ def _hsdp(inputs: StrategyInputs, base: ShardingChoice) -> Iterator[Strategy]:
 
 def _context_parallel(inputs: StrategyInputs, base: ShardingChoice) -> Iterator[Strategy]:
     """Yield FSDP2 with each possible number of ranks per sample, if samples are long."""
-    config = getattr(inputs.transformer, "config", None)
-    has_plan = getattr(type(inputs.transformer), "_cp_plan", None) is not None
-    if config is None or not has_plan or "num_attention_heads" not in config:
+    if not has_token_plan(inputs.transformer):
+        return
+    config: Mapping[str, Any] = inputs.transformer.config  # type: ignore[assignment]
+    if "num_attention_heads" not in config:
         return
     heads = config["num_attention_heads"]
     width = heads * config["attention_head_dim"]

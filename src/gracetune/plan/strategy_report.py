@@ -40,7 +40,7 @@ def strategy_lines(
     )
     yield from (f"note: {note}" for note in (*heading.notes, *advice.notes))
     yield ""
-    yield from table(advice.strategies)
+    yield from strategy_table(advice.strategies)
     yield ""
     yield "GiB: device per GPU, host per machine; GB per step and GPU: network received, link both"
     yield (
@@ -58,7 +58,7 @@ def strategy_lines(
         yield from _wrapped(f"warning: {warning}")
 
 
-def table(strategies: Sequence[Strategy]) -> Iterator[str]:
+def strategy_table(strategies: Sequence[Strategy]) -> Iterator[str]:
     """Yield the lines of the table, with a line of details after each strategy that has some."""
     yield (
         f"{'strategy':<17}{'s/step':>8}{'samples/s':>11}{'device':>8}{'host':>8}{'network':>9}"

@@ -44,7 +44,7 @@ def start_accelerator(run: RunFile) -> Accelerator:
         cpu=not torch.cuda.is_available(),  # without it, CPU ranks would not find each other
         kwargs_handlers=[
             InitProcessGroupKwargs(
-                choose_backend(run, process_environment()),
+                choose_gradient_backend(run, process_environment()),
                 init_method=rendezvous_method(process_environment()),
                 timeout=timedelta(seconds=run.distributed.timeout_s),
             ),
@@ -70,7 +70,7 @@ def resolve_precision(run: RunFile) -> str:
     return "bf16" if precision == "fp16" else precision
 
 
-def choose_backend(run: RunFile, environment: Mapping[str, str]) -> str | None:
+def choose_gradient_backend(run: RunFile, environment: Mapping[str, str]) -> str | None:
     """Return the backend of the ranks' gradients; None for the default of their devices.
 
     NCCL refuses two ranks on one GPU.

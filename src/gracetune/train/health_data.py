@@ -1,7 +1,7 @@
 """Health checks of a run's data and settings, and of the samples that it generates.
 
 `health_checks.py` explains what a check is, and has those of training. Facts about the data are
-known before the first step, so that these checks speak up within seconds.
+known before the first step, so that these checks report within seconds.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def _step(
         except torch.OutOfMemoryError as error:
             # Drop the traceback: its frames keep the tensors of the failed step alive.
             failure: Exception = error.with_traceback(None)
-        except Exception as error:
+        except Exception as error:  # compiled code may raise anything
             has_updated = state.stepper.num_steps > updates
             if has_updated or controller is None or not controller.handle_failed_step(error):
                 raise

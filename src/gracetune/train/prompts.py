@@ -16,7 +16,7 @@ from gracetune.cache.encode import EMPTY_PROMPT
 from gracetune.config.schema import PromptSection
 from gracetune.data.augment import DEFAULT_TRANSFORM, render, render_control
 from gracetune.data.buckets import audio_lengths, frame_counts
-from gracetune.data.images import probe
+from gracetune.data.images import probe_image
 from gracetune.data.pyav import load_av
 from gracetune.data.sample import UnreadableSampleError
 from gracetune.errors import ConfigError
@@ -296,7 +296,7 @@ def _check(one: PlannedPrompt, family: Family, names: SettingNames) -> None:
         raise ConfigError(
             f"{names.frames} is {shape[2]}, but {family.name} generates no videos. Remove it."
         )
-    require_packages(one.kind)
+    require_sample_packages(one.kind)
     if family.audio is not None:
         _check_length(shape, family.name, family.audio, names)
     elif any(edge % family.pixel_step or edge > family.max_edge for edge in shape[:2]):
@@ -353,7 +353,7 @@ def _check_number_of_images(
         )
 
 
-def require_packages(kind: MediaKind) -> None:
+def require_sample_packages(kind: MediaKind) -> None:
     """Raise at start-up, not at the first validation, if the package to write videos is missing."""
     if kind == "video":
         load_av("video")
@@ -381,7 +381,7 @@ def _read_images(
     for path in paths:
         try:
             data = Path(path).read_bytes()
-            probe(data)
+            probe_image(data)
             if control_size is not None:
                 images.append(render_control(data, DEFAULT_TRANSFORM, size, control_size))
             else:

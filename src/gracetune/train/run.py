@@ -31,7 +31,7 @@ from gracetune.events.log import JsonlLog
 from gracetune.events.phase_timer import PhaseTimer
 from gracetune.events.run_control import STOP_SIGNALS, VERBS, RunControl, reserve_folder
 from gracetune.events.trackers.prometheus import PrometheusSink
-from gracetune.events.trackers.tracker import TrackerOptions, TrackerSink, reporting_failures
+from gracetune.events.trackers.tracker import TrackerOptions, TrackerSink
 from gracetune.events.trackers.webhooks import WebhookSink
 from gracetune.events.types import (
     FINISHED,
@@ -146,15 +146,13 @@ def run_training(
                     *(_open_sinks(run, folder, sinks, signals) if is_main else ()),
                 ]
             ) as events,
-            reporting_failures(trackers, events.emit),
             EndReporter(events, latest, started_at) as end,
             monitor.reporting_to(end.report_failure),
             observing(run, folder, latest.step, events, is_main) as last_seen,
         ):
-            for text in notices:
-                events.emit(Notice(f"config: {text}"))
-            for text in warnings:
-                events.emit(Notice(text, level="warning", fallback=True))
+            for tracker in trackers:
+                tracker.report_to(events.emit)
+            _report_settings(events, notices, warnings)
             if not has_steps:
                 events.emit(Notice(f"{FINISHED}{nothing_left(run, folder)}"))
             if has_steps or not ranks.broadcast(has_current_outputs(run)):
@@ -443,6 +441,16 @@ def _resume_action(step: int) -> str:
 
 def _supported_requests(run: RunFile) -> list[str]:
     return [verb for verb in VERBS if verb != "validate" or validation_enabled(run)]
+
+
+def _report_settings(
+    events: EventDispatcher, notices: Iterable[str], warnings: Iterable[str]
+) -> None:
+    """Emit the remarks from reading the run file, and what the first checks have found."""
+    for text in notices:
+        events.emit(Notice(f"config: {text}"))
+    for text in warnings:
+        events.emit(Notice(text, level="warning", fallback=True))
 
 
 def _report_start(session: Session, progress: TrainProgress, timer: PhaseTimer) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from gracetune.adapters.files.io import read_tensors
 from gracetune.adapters.files.keys import KeyIndex, LayerPath
 from gracetune.adapters.files.layers import Adapter, Layer, delta, merge_weight
-from gracetune.adapters.files.lowrank import extract
+from gracetune.adapters.files.lowrank import extract_lora
 from gracetune.adapters.files.merge_into_model import merge_into, merge_into_pipeline, open_model
 from gracetune.errors import AdapterError
 
@@ -238,7 +238,7 @@ def test_a_merged_adapter_is_extracted_again(naming, tmp_path):
     save_file(wan_weights(naming), base)
     adapter = make_wan(alpha=2.0)
     merge_into(base, tuned, [(adapter, 1.0)], WAN)
-    found = extract(base, tuned, WAN, 4, generator(), keep_rest=False)
+    found = extract_lora(base, tuned, WAN, 4, generator(), keep_rest=False)
     assert found.loss.worst < 1e-2
     assert found.left_out == ()
     assert set(found.adapter.layers) == set(adapter.layers)
@@ -256,10 +256,10 @@ def test_norms_and_biases_are_reported_or_kept(tmp_path):
     changed = load_file(tuned)
     changed["blocks.0.norm2.weight"] += 1
     save_file(changed, tuned)
-    found = extract(base, tuned, WAN, 4, generator(), keep_rest=False)
+    found = extract_lora(base, tuned, WAN, 4, generator(), keep_rest=False)
     assert len(found.left_out) == 21
     assert found.loss.worst > 0.1
-    kept = extract(base, tuned, WAN, 24, generator(), keep_rest=True)
+    kept = extract_lora(base, tuned, WAN, 24, generator(), keep_rest=True)
     assert kept.left_out == ()
     out = tmp_path / "out.safetensors"
     merge_into(base, out, [(kept.adapter, 1.0)], WAN)
@@ -273,9 +273,9 @@ def test_a_bare_parameter_is_left_out_of_the_lora(tmp_path):
     save_file(wan_weights() | table, base)
     merge_into(base, tuned, [(make_wan(), 1.0)], WAN)
     save_file(load_file(tuned) | {name: tensor + 1 for name, tensor in table.items()}, tuned)
-    found = extract(base, tuned, WAN, 4, generator(), keep_rest=False)
+    found = extract_lora(base, tuned, WAN, 4, generator(), keep_rest=False)
     assert found.left_out == tuple(table)
-    kept = extract(base, tuned, WAN, 4, generator(), keep_rest=True)
+    kept = extract_lora(base, tuned, WAN, 4, generator(), keep_rest=True)
     layer = kept.adapter.layers[LayerPath(None, "blocks.0.scale_shift_table")]
     assert torch.equal(layer.tensors["diff"], torch.ones(1, 6, 24))
 
@@ -284,14 +284,14 @@ def test_extraction_needs_models_of_the_same_shape_and_naming(tmp_path):
     base, other = tmp_path / "base.safetensors", tmp_path / "other.safetensors"
     save_file(wan_weights(), base)
     with pytest.raises(AdapterError, match="nothing to extract"):
-        extract(base, base, WAN, 4, generator(), keep_rest=False)
+        extract_lora(base, base, WAN, 4, generator(), keep_rest=False)
     save_file(wan_weights("original"), other)
     with pytest.raises(AdapterError, match="the same naming"):
-        extract(base, other, WAN, 4, generator(), keep_rest=False)
+        extract_lora(base, other, WAN, 4, generator(), keep_rest=False)
     wide = {k: torch.zeros(2, *t.shape[1:]) if t.dim() > 1 else t for k, t in wan_weights().items()}
     save_file(wide, other)
     with pytest.raises(AdapterError, match="another shape"):
-        extract(base, other, WAN, 4, generator(), keep_rest=False)
+        extract_lora(base, other, WAN, 4, generator(), keep_rest=False)
 
 
 @pytest.mark.parametrize("shorter", ["base", "tuned"])
@@ -304,7 +304,7 @@ def test_extraction_needs_the_same_weights_in_both_models(shorter, tmp_path):
     save_file({k: t for k, t in whole.items() if "blocks.0.attn1" not in k}, paths[shorter])
     expected = r"8 weights are in only one of the models.*blocks\.0\.attn1"
     with pytest.raises(AdapterError, match=expected):
-        extract(paths["base"], paths["tuned"], WAN, 4, generator(), keep_rest=False)
+        extract_lora(paths["base"], paths["tuned"], WAN, 4, generator(), keep_rest=False)
 
 
 def test_extraction_from_a_fused_model_gives_fused_layers(tmp_path):
@@ -313,7 +313,7 @@ def test_extraction_from_a_fused_model_gives_fused_layers(tmp_path):
     norm = make_lora(24, 12, generator(1))
     adapter = Adapter(FLUX, {LayerPath(None, "norm_out.linear"): norm})
     merge_into(base, tuned, [(adapter, 1.0)], FLUX)
-    found = extract(base, tuned, FLUX, 4, generator(), keep_rest=False)
+    found = extract_lora(base, tuned, FLUX, 4, generator(), keep_rest=False)
     torch.testing.assert_close(
         delta(found.adapter.layers[LayerPath(None, "norm_out.linear")]),
         delta(norm),

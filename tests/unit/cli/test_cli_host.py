@@ -219,7 +219,7 @@ def hooked(monkeypatch):
     plugins = []
     monkeypatch.setattr("gracetune.hosts.simpletuner.__main__.check", list)
     monkeypatch.setattr(
-        "gracetune.hosts.simpletuner.hooks.install", lambda plugin, _: plugins.append(plugin)
+        "gracetune.hosts.simpletuner.hooks.install_hooks", lambda plugin, _: plugins.append(plugin)
     )
     return plugins
 

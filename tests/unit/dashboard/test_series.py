@@ -7,7 +7,7 @@ import random
 import pytest
 
 from gracetune.dashboard.run_state import RunState
-from gracetune.dashboard.series import Table, dump_json, flatten
+from gracetune.dashboard.series import Table, dump_json, flatten_numbers
 
 
 def table_of(losses):
@@ -63,7 +63,7 @@ def test_numbers_are_found_at_any_depth():
         "is_on": True,
         "text": "12",
     }
-    found = flatten(record)
+    found = flatten_numbers(record)
     assert math.isnan(found.pop("loss"))
     assert found == {
         "seconds/data": 1,

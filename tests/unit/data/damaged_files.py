@@ -18,7 +18,7 @@ from media_files import (
 )
 
 from gracetune.data.audio import decode_audio, probe_audio
-from gracetune.data.images import choose_decoders, decode, probe
+from gracetune.data.images import choose_decoders, decode, probe_image
 from gracetune.data.sample import UnreadableSampleError
 from gracetune.data.video import decode_video, probe_video
 
@@ -117,7 +117,7 @@ def read(task: DamagedFile) -> str:
 
 
 def _read_image(data: bytes) -> str:
-    size = probe(data)
+    size = probe_image(data)
     slow = decode(data)
     assert slow.size == size, (slow.size, size)
     fast = decode(data, choose_decoders())

@@ -22,7 +22,7 @@ from gracetune.data.images import (
     decode_pixels,
     fit,
     fit_pixels,
-    probe,
+    probe_image,
 )
 from gracetune.errors import DataError
 
@@ -54,7 +54,7 @@ FORMATS = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF"]
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_every_image_format_is_read(file_format: str) -> None:
     data = _encode(_corners(), file_format)
-    assert probe(data) == (24, 16)
+    assert probe_image(data) == (24, 16)
     image = decode(data)
     assert (image.mode, image.size) == ("RGB", (24, 16))
     found = np.asarray(image)[[3, 3, 12, 12], [3, 20, 3, 20]].astype(int)
@@ -64,7 +64,7 @@ def test_every_image_format_is_read(file_format: str) -> None:
 
 def test_heic_is_recognised_by_its_content() -> None:
     data = heic_bytes(np.asarray(_corners(96, 64)), quality=95)
-    assert probe(data) == (96, 64)
+    assert probe_image(data) == (96, 64)
     image = decode(data)
     assert (image.mode, image.size) == ("RGB", (96, 64))
     found = np.asarray(image)[[9, 9, 50, 50], [9, 80, 9, 80]].astype(int)
@@ -77,7 +77,7 @@ def test_heic_is_shown_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # rotate by 90 degrees clockwise to show it
     data = heic_bytes(np.asarray(_corners(96, 64)), exif=exif.tobytes())
-    assert probe(data) == (64, 96)
+    assert probe_image(data) == (64, 96)
     red, blue = np.asarray(decode(data))[[9, 9], [50, 9]].astype(int)
     assert red[0] > 200 > 60 > red[2]
     assert blue[2] > 200 > 60 > blue[0]
@@ -87,14 +87,14 @@ def test_heic_is_shown_upright() -> None:
 def test_truncated_heic_is_refused(share: float) -> None:
     data = heic_bytes(np.asarray(_noise(96, 64)))
     with pytest.raises(UnreadableImageError):
-        probe(data[: int(len(data) * share)])
+        probe_image(data[: int(len(data) * share)])
 
 
 def test_heic_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     data = heic_bytes(np.asarray(_noise(96, 64)))
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     with pytest.raises(DataError, match=r"pip install 'gracetune\[images\]'") as caught:
-        probe(data)
+        probe_image(data)
     assert not isinstance(caught.value, UnreadableImageError)
 
 
@@ -102,7 +102,7 @@ def test_avif_that_pillow_cannot_read_says_so(monkeypatch: pytest.MonkeyPatch) -
     data = _encode(_noise(), "AVIF")
     monkeypatch.setattr("PIL.features.check", lambda name: False)
     with pytest.raises(DataError, match="AVIF image, and this Pillow was built without"):
-        probe(data)
+        probe_image(data)
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "TIFF", "AVIF"])
@@ -123,7 +123,7 @@ def test_images_are_rotated_by_their_exif_orientation(file_format: str, orientat
     }[orientation]
     stored = _corners() if undo is None else _corners().transpose(undo)
     data = _encode(stored, file_format, exif=exif)
-    assert probe(data) == (24, 16)
+    assert probe_image(data) == (24, 16)
     image = decode(data)
     assert image.size == (24, 16)
     difference = np.asarray(image).astype(int) - np.asarray(_corners())
@@ -132,7 +132,7 @@ def test_images_are_rotated_by_their_exif_orientation(file_format: str, orientat
 
 def test_broken_exif_data_is_ignored() -> None:
     data = _encode(_corners(), "JPEG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\x7f")
-    assert probe(data) == (24, 16)
+    assert probe_image(data) == (24, 16)
     assert decode(data).size == (24, 16)
 
 
@@ -266,7 +266,7 @@ def test_mismatched_or_broken_icc_profiles_are_ignored() -> None:
 
 @pytest.mark.parametrize("file_format", FORMATS)
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("read", [probe, decode])
+@pytest.mark.parametrize("read", [probe_image, decode])
 def test_truncated_files_are_unreadable(file_format: str, share: float, read: object) -> None:
     data = _encode(_noise(), file_format)
     assert callable(read)
@@ -283,7 +283,7 @@ def test_truncated_files_are_unreadable(file_format: str, share: float, read: ob
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image in a known format"),
     ],
 )
-@pytest.mark.parametrize("read", [probe, decode])
+@pytest.mark.parametrize("read", [probe_image, decode])
 def test_files_that_are_not_images_are_unreadable(data: bytes, reason: str, read: object) -> None:
     assert callable(read)
     with pytest.raises(UnreadableImageError, match=reason):
@@ -295,7 +295,7 @@ def _png_of(width: int, height: int) -> bytes:
     return assemble_png((width, height), 1, 0, bytes(100))
 
 
-@pytest.mark.parametrize("read", [probe, decode])
+@pytest.mark.parametrize("read", [probe_image, decode])
 def test_decompression_bombs_are_unreadable_and_cause_no_warning(read: object) -> None:
     assert callable(read)
     with pytest.raises(UnreadableImageError, match="pixels"):
@@ -312,7 +312,7 @@ def test_damaged_files_that_probe_accepts_can_be_decoded() -> None:
             data = clean.copy()
             hits = random.integers(0, len(data), 3)
             data[hits] = random.integers(0, 256, 3)
-            size = _size_or_none(probe, data)
+            size = _size_or_none(probe_image, data)
             assert size is None or size == _size_or_none(decode, data)
 
 
@@ -331,7 +331,7 @@ def _size_or_none(read: object, data: np.ndarray) -> object:
 def _accepted_as(data: bytes) -> bytes | None:
     """Return the pixels of a file that would be trained on; None if it is refused."""
     try:
-        probe(data)
+        probe_image(data)
         return decode(data).tobytes()
     except UnreadableImageError:
         return None
@@ -495,7 +495,7 @@ ODD = {
 @pytest.mark.parametrize("kind", ODD)
 def test_unusual_but_intact_files_are_accepted(kind: str) -> None:
     data = ODD[kind]()
-    assert probe(data) == decode(data).size
+    assert probe_image(data) == decode(data).size
 
 
 def test_threads_leave_the_warning_filters_alone() -> None:
@@ -506,7 +506,7 @@ def test_threads_leave_the_warning_filters_alone() -> None:
     def work(_: int) -> None:
         together.wait(10)
         for _ in range(50):
-            probe(data)
+            probe_image(data)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
@@ -600,5 +600,5 @@ def test_exif_data_after_the_pixels_of_a_png_is_used() -> None:
     length = 12 + struct.unpack_from(">I", data, start)[0]
     chunk, end = data[start : start + length], data.index(b"IEND") - 4
     moved = data[:start] + data[start + length : end] + chunk + data[end:]
-    assert probe(moved) == (16, 24)
+    assert probe_image(moved) == (16, 24)
     assert decode(moved).size == (16, 24)

@@ -15,9 +15,8 @@ from gracetune.events.trackers.tracker import (
     TrackerSink,
     TrackerState,
     check_installed,
-    flatten,
-    read_samples,
-    reporting_failures,
+    flatten_settings,
+    read_validation_samples,
 )
 from gracetune.events.types import (
     HealthChanged,
@@ -93,7 +92,8 @@ def run_events(recorder, events, **options):
     opened = recorder if callable(recorder) else lambda: recorder
     sink = TrackerSink("tool", opened, settings={"seed": 1}, **options)
     kept = Kept()
-    with EventDispatcher([sink, kept]) as dispatcher, reporting_failures([sink], dispatcher.emit):
+    with EventDispatcher([sink, kept]) as dispatcher:
+        sink.report_to(dispatcher.emit)
         for event in events:
             dispatcher.emit(event)
     return sink, kept
@@ -231,7 +231,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
 
 def test_settings_are_flattened_and_state_is_found_again(tmp_path):
     nested = {"a": {"b": 1}, "list": [{"c": 2}], "plain": [1, 2], "empty": {}}
-    assert flatten(nested) == {"a.b": 1, "list.0.c": 2, "plain": [1, 2], "empty": {}}
+    assert flatten_settings(nested) == {"a.b": 1, "list.0.c": 2, "plain": [1, 2], "empty": {}}
     TrackerState(tmp_path, "tool").update(id="x")
     TrackerState(tmp_path, "tool").update(step=3)
     assert TrackerState(tmp_path, "tool").values == {"id": "x", "step": 3}
@@ -240,7 +240,7 @@ def test_settings_are_flattened_and_state_is_found_again(tmp_path):
 def test_samples_are_read_beside_their_grid(tmp_path):
     grid = tmp_path / "step-000001.png"
     write_samples(grid)
-    (sample,) = read_samples(grid)
+    (sample,) = read_validation_samples(grid)
     assert (sample.path, sample.kind, sample.prompt) == (
         Path(tmp_path / "step-000001" / "000.mp4"),
         "video",

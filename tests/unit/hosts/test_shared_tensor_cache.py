@@ -18,7 +18,7 @@ from gracetune.hosts.shared_tensor_cache import (
     SharedTensorCache,
     UnsupportedValueError,
     ValueStored,
-    read_records,
+    read_log,
     serialize,
 )
 
@@ -307,13 +307,13 @@ def test_incomplete_log_lines_are_read_later(tmp_path):
     log.add(records[0])
     with path.open("ab") as file:
         file.write(b'["Gone", {"seg')
-    found, offset = read_records(path, 0, os.geteuid())
+    found, offset = read_log(path, 0, os.geteuid())
     assert found == records[:1]
-    assert read_records(path, offset, os.geteuid()) == ([], offset)
+    assert read_log(path, offset, os.geteuid()) == ([], offset)
     with path.open("ab") as file:
         file.write(b'ment": 0}]\n')
-    assert read_records(path, offset, os.geteuid())[0] == [SegmentClosed(0)]
-    assert read_records(tmp_path / "gone.log", 7, os.geteuid()) == ([], 7)
+    assert read_log(path, offset, os.geteuid())[0] == [SegmentClosed(0)]
+    assert read_log(tmp_path / "gone.log", 7, os.geteuid()) == ([], 7)
 
 
 def test_values_come_from_disk_if_the_log_is_full(open_memory, paths, notices):
@@ -339,7 +339,7 @@ def test_a_partial_log_write_is_undone(tmp_path, monkeypatch):
         log.add(SegmentClosed(2))
     monkeypatch.undo()
     log.add(SegmentClosed(3))
-    assert read_records(log.path, 0, os.geteuid())[0] == [SegmentClosed(1), SegmentClosed(3)]
+    assert read_log(log.path, 0, os.geteuid())[0] == [SegmentClosed(1), SegmentClosed(3)]
 
 
 @pytest.mark.parametrize("kind", ["folder", "subfolder", "log", "link"])

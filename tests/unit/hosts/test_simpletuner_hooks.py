@@ -14,7 +14,7 @@ import torch
 from gracetune.hosts.probe import probe
 from gracetune.hosts.simpletuner import hooks
 from gracetune.hosts.simpletuner.__main__ import make_plugin
-from gracetune.hosts.simpletuner.hooks import install
+from gracetune.hosts.simpletuner.hooks import install_hooks
 from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
 from gracetune.memory.platform import open_machine
 
@@ -115,7 +115,7 @@ def host(monkeypatch):
     plugin = SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous)
     monkeypatch.delitem(sys.modules, hooks.FORK_MODULE, raising=False)
     monkeypatch.setitem(sys.modules, "simpletuner", ModuleType("simpletuner"))
-    install(plugin, modules.__getitem__)
+    install_hooks(plugin, modules.__getitem__)
     monkeypatch.setitem(sys.modules, hooks.FORK_MODULE, sys.modules.pop(hooks.FORK_MODULE))
     return SimpleNamespace(plugin=plugin, **{k.rpartition(".")[2]: v for k, v in modules.items()})
 
@@ -237,7 +237,7 @@ def test_every_hooked_module_is_probed(tmp_path):
         raise KeyError(name)
 
     with pytest.raises(KeyError):
-        install(SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous), find)
+        install_hooks(SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous), find)
     assert {*asked} <= {need.module for need in hooks.REQUIRED_SYMBOLS}
     assert not any(found.ok for found in probe(tmp_path, hooks.REQUIRED_SYMBOLS))
 

@@ -14,7 +14,7 @@ from gracetune.train.prompts import (
     build_requests,
     ignored_negatives,
     plan_prompts,
-    require_packages,
+    require_sample_packages,
 )
 
 IMAGES = SampleDefaults("image", 24)
@@ -135,4 +135,4 @@ def test_images_of_models_that_need_them_are_checked(family, entry, section, mes
 
 def test_required_packages_are_installed():
     for kind in ("image", "video", "audio"):
-        require_packages(kind)
+        require_sample_packages(kind)

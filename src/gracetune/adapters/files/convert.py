@@ -678,9 +678,8 @@ def _tensors_to_write(layer: Layer, key_format: KeyFormat, style: SuffixStyle) -
     """
     tensors = dict(layer.tensors)
     if layer.is_dora and style in PEFT_STYLES:
-        axes = layer.tensors[
-            "down"
-        ].dim()  # peft has (rows) for a matrix, (1, rows, 1, 1) otherwise
+        # peft has magnitudes of the shape (rows) for a matrix, (1, rows, 1, 1) for a convolution.
+        axes = layer.tensors["down"].dim()
         shape = (-1,) if axes == 2 else (1, -1, *[1] * (axes - 2))
         tensors["dora"] = tensors["dora"].reshape(shape)
     if key_format.alpha == "always" and layer.algorithm != "full":

@@ -303,7 +303,7 @@ class Extraction:
     cannot change them: normalization weights, biases and parameters outside of modules."""
 
 
-def extract(
+def extract_lora(
     base: Path,
     tuned: Path,
     table: KeyTable,

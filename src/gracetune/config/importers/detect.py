@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from gracetune.config.importers.simpletuner import import_config
 from gracetune.config.importers.simpletuner_adapter import SimpleTunerFiles
 from gracetune.config.importers.simpletuner_keys import ENVIRONMENT_NAMES, KNOWN_KEYS
-from gracetune.config.importers.values import is_off, parse_json, parse_scalar
-from gracetune.config.parse_text import FORMATS_BY_SUFFIX, parse_text, read_text
-from gracetune.config.parse_text import parse_json as parse_json_file
+from gracetune.config.importers.values import is_off, parse_if_json, parse_scalar
+from gracetune.config.parse_text import FORMATS_BY_SUFFIX, parse_json, parse_text, read_text
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def read_config(path: Path) -> ConfigFile:
         known = ", ".join((*FORMATS_BY_SUFFIX, ".env"))
         raise ConfigError(f"{path} must end in one of {known}.")
     if text_format == "json" and text.lstrip().startswith("["):
-        value, _ = parse_json_file(text, str(path))
+        value, _ = parse_json(text, str(path))
         assert isinstance(value, list)
         return ConfigFile(path, value)
     return ConfigFile(path, parse_text(text, text_format, str(path)).tree)
@@ -163,7 +162,7 @@ def _normalize(file: ConfigFile) -> dict[str, object]:
 def _normalize_value(name: str, value: object) -> object:
     if isinstance(value, dict):
         return {key: _normalize_value(key, each) for key, each in value.items()}
-    return value if TEXT_KEY.search(name) else parse_json(parse_scalar(value))
+    return value if TEXT_KEY.search(name) else parse_if_json(parse_scalar(value))
 
 
 def _sort_files(files: Sequence[ConfigFile]) -> SimpleTunerFiles:

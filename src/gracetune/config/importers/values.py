@@ -104,7 +104,7 @@ def is_off(value: object) -> bool:
 
 def texts(value: object) -> list[str]:
     """Return a list of texts from a list, a JSON list, or a text with commas between them."""
-    value = parse_json(value)
+    value = parse_if_json(value)
     if isinstance(value, str):
         value = value.split(",")
     elif isinstance(value, int | float):
@@ -113,7 +113,7 @@ def texts(value: object) -> list[str]:
     return [text for text in found if text]
 
 
-def parse_json(value: object) -> object:
+def parse_if_json(value: object) -> object:
     """Return the list or section that a text such as `["to_q"]` stands for, or the value itself."""
     if isinstance(value, str) and value.strip().startswith(("[", "{")):
         try:

@@ -11,7 +11,7 @@ import re
 import time
 from typing import TYPE_CHECKING, Any
 
-from gracetune.events.trackers.tracker import NO_STEP, TrackerState, flatten
+from gracetune.events.trackers.tracker import NO_STEP, TrackerState, flatten_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,7 +70,7 @@ class MlflowTracker:
         if settings is not None and self._is_new:  # parameters cannot be changed later
             params = [
                 Param(_name(name), str(value)[:MAX_VALUE])
-                for name, value in flatten(settings).items()
+                for name, value in flatten_settings(settings).items()
             ]
             for first in range(0, len(params), MAX_PARAMS):
                 self._client.log_batch(self._run_id, params=params[first : first + MAX_PARAMS])

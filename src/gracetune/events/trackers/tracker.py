@@ -205,7 +205,7 @@ class TrackerSink:
             self._thread.join(FAILED_CLOSE_S)
 
     def report_to(self, emit: Emit) -> None:
-        """Emit notices about failures from now on."""
+        """Emit notices about failures from now on, for the other sinks of the run."""
         self._emit = emit
         self._report()
 
@@ -286,7 +286,9 @@ class TrackerSink:
         step = max(event.step, self._row_step)  # services refuse steps that go back
         match event:
             case Validated(grid=str(grid)) if self._send_samples:
-                self._call(lambda t: t.log_samples(step, Path(grid), read_samples(Path(grid))))
+                self._call(
+                    lambda t: t.log_samples(step, Path(grid), read_validation_samples(Path(grid)))
+                )
             case HealthChanged():
                 self._call(lambda tracker: tracker.log_health(event, health_text(event)))
             case RatesSpread():
@@ -338,15 +340,7 @@ class TrackerSink:
                 self._unreported.append(self._warning(text))
 
 
-@contextmanager
-def reporting_failures(sinks: Iterable[TrackerSink], emit: Emit) -> Iterator[None]:
-    """Let trackers report their failures to the other sinks of a run."""
-    for sink in sinks:
-        sink.report_to(emit)
-    yield
-
-
-def read_samples(grid: Path) -> list[SampleFile]:
+def read_validation_samples(grid: Path) -> list[SampleFile]:
     """Return the samples of a validation, from the `samples.json` in the folder beside its grid."""
     folder = grid.with_suffix("")
     records = json.loads((folder / "samples.json").read_text(encoding="utf-8"))["samples"]
@@ -363,15 +357,17 @@ def health_text(event: HealthChanged) -> str:
     return f"{event.level}: {text}" if text else event.level
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested mappings and lists as one mapping with dotted names."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value:
-            found |= flatten(value, f"{key}.")
+            found |= flatten_settings(value, f"{key}.")
         elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
-            found |= flatten({str(index): one for index, one in enumerate(value)}, f"{key}.")
+            found |= flatten_settings(
+                {str(index): one for index, one in enumerate(value)}, f"{key}."
+            )
         else:
             found[key] = value
     return found

@@ -66,7 +66,7 @@ class WebhookSink:
         """Queue a message for an event that a person wants to know about; ignore others."""
         if not isinstance(event, RunStarted | RunEnded | HealthChanged):
             return
-        text = f"{self._run}: {describe(event)}"
+        text = f"{self._run}: {event_line(event)}"
         message = {
             "event": KINDS[type(event)],
             "time": self._clock(),
@@ -106,7 +106,7 @@ class WebhookSink:
                 self._wait(pause)
 
 
-def describe(event: RunStarted | RunEnded | HealthChanged) -> str:
+def event_line(event: RunStarted | RunEnded | HealthChanged) -> str:
     """Return one line about an event, in words."""
     if isinstance(event, RunStarted):
         return f"started to train {event.model} from step {event.start_step} of {event.total_steps}"
@@ -128,5 +128,5 @@ def post(address: str, body: bytes, timeout_s: float) -> None:
 def _reason(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
         return f"status {error.code}"
-    reason = getattr(error, "reason", error)
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
     return redact_urls(f"{type(error).__name__}: {reason}")

@@ -19,7 +19,7 @@ from gracetune.hosts.ai_toolkit.config_blocks import (
     check_misspelled_keys,
     uses_gracetune,
 )
-from gracetune.hosts.ai_toolkit.plugin import augmented_latents_of, latent_key, latent_path
+from gracetune.hosts.ai_toolkit.plugin import augmented_latents_of, extended_latent_key, latent_path
 from gracetune.hosts.ai_toolkit.trainer_subclass import process_class
 from gracetune.hosts.fork_modules import add_fork_module
 from gracetune.hosts.in_memory_files import path_in_memory
@@ -272,7 +272,7 @@ def hook_jobs(plugin: AIToolkitPlugin, find: Find, check: Callable[[], object]) 
     _wrap(find(JOB).BaseJob, "load_processes", hook)
 
 
-def install(plugin: AIToolkitPlugin, find: Find) -> None:
+def install_hooks(plugin: AIToolkitPlugin, find: Find) -> None:
     """Replace the functions of ai-toolkit that are not methods of the trainer by wrappers.
 
     Methods of the trainer are overridden in a subclass instead.
@@ -314,7 +314,7 @@ def _hook_load_processes(
         types = {str(p.get("type")) for p in processes if uses_gracetune(p)}
         if types and not installed:
             check()
-            install(plugin, find)
+            install_hooks(plugin, find)
             installed.append(True)
         extended = {name: _extend_process(plugin, find, name, process_dict[name]) for name in types}
         return original(self, {**process_dict, **extended})
@@ -367,7 +367,7 @@ def _open_text(
 
 
 def _hook_latent_info(original: Call) -> Call:
-    return lambda item: latent_key(item, original(item))
+    return lambda item: extended_latent_key(item, original(item))
 
 
 def _hook_latent_path(original: Call) -> Call:

@@ -328,7 +328,7 @@ def augmented_latents_of(settings: DatasetSettings) -> AugmentedLatents | None:
     return found if isinstance(found, AugmentedLatents) else None
 
 
-def latent_key(item: FileItem, info: Mapping[str, object]) -> dict[str, object]:
+def extended_latent_key(item: FileItem, info: Mapping[str, object]) -> dict[str, object]:
     """Add to ai-toolkit's cache key the augmentations, their epoch, and size and time of the file.
 
     Cache file names are digests of the result, so the keys and values must not change.

@@ -120,10 +120,10 @@ def enter(argv: Sequence[str]) -> None:
             f"accelerate come before -m {ENTRY}."
         )
     claim_process_alloc_conf()
-    from gracetune.hosts.simpletuner.hooks import install
+    from gracetune.hosts.simpletuner.hooks import install_hooks
 
     plugin = make_plugin()
-    install(plugin, import_module)
+    install_hooks(plugin, import_module)
     for text in configs:
         plugin.split_config(json.loads(text))
     sys.argv = list(argv)

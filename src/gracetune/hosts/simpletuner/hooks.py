@@ -255,7 +255,7 @@ TESTED_VERSIONS = {
 # The hooks
 
 
-def install(plugin: SimpleTunerPlugin, find: Callable[[str], ModuleType]) -> None:
+def install_hooks(plugin: SimpleTunerPlugin, find: Callable[[str], ModuleType]) -> None:
     """Wrap the functions of SimpleTuner's trainer; `find` imports a module of SimpleTuner."""
     for name in (JSON, TOML):
         wrap(find(name), "mapping_to_cli_args", partial(_hook_config, plugin))
