@@ -154,6 +154,16 @@ def test_a_run_that_has_ended_keeps_no_managed_memory(train, machine):
         assert machine.memories[number].used_bytes == 0
 
 
+def test_a_run_that_cannot_be_built_keeps_no_managed_memory(train, machine):
+    """Nobody closes its session. The gradients fit, the trained weights do not."""
+    with pytest.raises(ConfigError, match="trained, which does not fit"):
+        train(UVM | {"managed": ["gradients", "trained"], "managed_memory": "6MB"})
+    (driver,) = machine.drivers
+    assert machine.memories.pop()._accounting.peak(Tier.MANAGED) > 0
+    gc.collect()
+    assert driver._memory.promised_bytes() == 0
+
+
 class Slots:
     """The shim's slots for pools: a pool that is not closed keeps its slot."""
 
