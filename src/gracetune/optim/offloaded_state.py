@@ -374,12 +374,12 @@ class OptimizerStepper:
             for p in bucket.parameters
             if not state.get(p) and not (only_due and p.grad is None)
         )
-        # Each of its tensors is aligned in managed memory.
-        padding = ALIGNMENT * max(1, self._fp32_tensors_per_parameter)
+        # Each of its tensors is moved if it is large enough, and aligned in managed memory.
+        tensors = max(1, self._fp32_tensors_per_parameter)
         return sum(
-            int(numel * each) + padding
+            int(numel * each) + tensors * ALIGNMENT
             for numel in numels
-            if numel * each >= self._settings.min_nbytes
+            if numel * each >= tensors * self._settings.min_nbytes
         )
 
     @torch.no_grad()

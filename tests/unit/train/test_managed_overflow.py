@@ -601,6 +601,15 @@ def test_of_an_adapters_model_only_resident_weights_are_managed(
     assert machine.roles_at_end[-1] == {"weights": event.nbytes}
 
 
+def test_a_state_of_small_tensors_is_named_instead_of_moved(train, machine, recorder):
+    """A LoRA of rank 4 has none of 16 KiB."""
+    train(UVM | {"managed": ["optimizer"], "managed_memory": "1GB"}, adapter={"rank": 4})
+    assert not recorder.of(ManagedOverflow)
+    (text,) = [t for t in recorder.texts() if "cannot be in managed memory" in t]
+    assert "the optimizer state" in text
+    assert "small tensors" in text
+
+
 def test_ranks_keep_gradients_on_the_device(train, machine, recorder):
     """The sums of gradients replace them, so managed memory would be booked and unused."""
     run = RunFile.model_validate({"gh200_optimizations": UVM | {"managed": ["gradients", "ema"]}})
