@@ -53,6 +53,13 @@ DEFAULT_SLOTS = 3
 """Number of device buffers (slots) through which optimizer state in host memory is streamed: while
 one is filled, another is updated and a third is copied out."""
 
+FREE_DEVICE_MEMORY = (
+    "Leave more of the device free (with optimizer.state: host, or a plan with a lower "
+    "plan.device_memory)"
+)
+"""Advice for a run that is out of memory in an update, and cannot repeat it. A resumed run may have
+other values of these settings."""
+
 
 @dataclass(frozen=True, slots=True)
 class ManagedState:
@@ -249,8 +256,7 @@ class OptimizerStepper:
             raise RunFailedError(
                 "the GPU ran out of memory in the middle of an optimizer step "
                 f"({str(error).splitlines()[0]}), after some weights had changed. Earlier "
-                "checkpoints are intact. Resume from the last one with a lower "
-                "plan.device_memory, or with another optimizer."
+                f"checkpoints are intact. {FREE_DEVICE_MEMORY} and resume from the last one."
             ) from error
         self.num_steps += 1
 
