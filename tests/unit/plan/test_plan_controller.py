@@ -1,6 +1,6 @@
 """A plan is corrected once if it is worth it, and shrinks if memory runs out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -99,14 +99,20 @@ class Case:
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+def with_managed(problem, *choices):
+    budget = replace(problem.budget, managed_nbytes=10**6)
+    constraints = replace(problem.constraints, managed=choices)
+    return replace(problem, budget=budget, constraints=constraints)
+
+
 def batch(numel=NUMEL):
     return Batch(torch.zeros(1, numel), {}, (None,))
 
 
 @pytest.fixture
 def case(recorder):
-    def make(device_nbytes, added=False, full_at=(), failure=FULL, **asked):
-        problem = build_problem(device_nbytes, **asked)
+    def make(device_nbytes, added=False, full_at=(), failure=FULL, managed=((),), **asked):
+        problem = with_managed(build_problem(device_nbytes, **asked), *managed)
         calls, placed, spares = [], [], []
 
         def place(plan, spare_nbytes):
@@ -254,6 +260,23 @@ def test_added_slots_are_released_before_the_plan_shrinks(case):
     assert one.calls == [("close", before)]
     assert not one.check(before.seconds.step / 10, peak=10), "a full device is not filled again"
     assert one.spares[-1] < before.device.total - one.plan.device.total, "nor counted as free"
+
+
+@pytest.mark.parametrize("change", ["correction", "smaller", "eager"])
+def test_what_is_in_managed_memory_stays_there(case, change):
+    """A plan with it on the device would be faster or simpler, but nothing moves back."""
+    one = case(900, managed=(("trained",),))
+    one.controller._problem = with_managed(one.problem, (), ("trained",), ("trained", "gradients"))
+    assert one.controller._problem.solve(one.problem.budget).managed == ()
+    before = one.plan
+    if change == "correction":
+        assert one.check(before.seconds.step, peak=before.device.total - 500)
+    elif change == "smaller":
+        assert one.controller.reduce_memory("full.")
+    else:
+        assert one.controller.replan_without_compilation()
+    assert len(one.placed) == 2
+    assert "trained" in one.plan.managed
 
 
 def test_plans_shrink_until_one_fits(case):
