@@ -254,11 +254,12 @@ class PlanController:
         """
         if self.shrink_ring(reason):
             return True
+        # No later correction: it would plan for the memory that has just proved insufficient, or
+        # blame compute for the time of what overflows to managed memory.
+        self._was_checked = True
         while (smaller := self._smaller_plan()) is not None:
             text = f"{reason} Continuing with a smaller plan: {describe(smaller)}; expect "
             self._emit(Notice(text + describe_speed(smaller), level="warning", fallback=True))
-            # No later correction: it would plan for the memory that has just proved insufficient.
-            self._was_checked = True
             room = int(smaller.device.total * (1 + self._problem.budget.fragmentation))
             budget = replace(self._problem.budget, device_nbytes=room)
             self._problem = replace(self._problem, budget=budget)

@@ -105,6 +105,10 @@ def with_managed(problem, *choices):
     return replace(problem, budget=budget, constraints=constraints)
 
 
+def no_plan(*_):
+    raise PlanError("nothing fits")
+
+
 def batch(numel=NUMEL):
     return Batch(torch.zeros(1, numel), {}, (None,))
 
@@ -351,11 +355,7 @@ def test_blocks_stay_eager_if_no_eager_plan_fits(case, monkeypatch):
     one = case(ROOMY, compiled=(True,))
     one.placed[-1].compiler = FakeCompiler()
     one.placed[-1].compiler.gave_up = True
-
-    def solve(*_):
-        raise PlanError("nothing fits")
-
-    monkeypatch.setattr(type(one.problem), "solve", solve)
+    monkeypatch.setattr(PlanProblem, "solve", no_plan)
     before = one.plan
     assert one.controller.has_failed_to_compile()
     assert not one.controller.replan_without_compilation()
@@ -369,6 +369,17 @@ def test_reduce_memory_fails_if_no_smaller_plan_exists(case):
     while one.controller.reduce_memory("full."):
         downs += 1
     assert 0 < downs < 20
+
+
+def test_the_smallest_plan_is_not_corrected_after_memory_has_run_out(case, monkeypatch):
+    """The rest has overflowed to managed memory, and the device is fuller than the plan knows."""
+    one = case(TIGHT)
+    before = one.plan
+    with monkeypatch.context() as patched:
+        patched.setattr(PlanProblem, "solve", no_plan)
+        assert not one.controller.reduce_memory("full.")
+    assert not one.check(3 * before.seconds.step, peak=before.device.total - 200)
+    assert one.plan is before
 
 
 def test_streaming_stats_include_earlier_plans(case):
