@@ -539,6 +539,8 @@ def managed_memory_notice(
         text = "managed memory is not in use, although it is asked for"
         if session.use_uvm is None and session.are_hints_default:  # it is the machine's default
             text = "batches are not in managed memory"
+        unused = [name for name in given if name not in reason]
+        idle = f"; no effect: {', '.join(unused)}" if unused else ""
         text = f"{text}: {reason}. Ordinary memory is used{idle}"
         return Notice(text, level="warning", fallback=True)
     overflow = "what the device has no space for"

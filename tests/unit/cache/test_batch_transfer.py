@@ -244,9 +244,10 @@ def test_a_limit_of_0_bytes_is_one_line_with_its_reason(host_bytes):
         machine = session.machine
         session.machine = Machine(machine.driver, replace(machine.platform, host_bytes=GIB))
     why = "gh200_optimizations.managed_memory" if host_bytes is None else "host memory"
-    assert managed_memory_notice(session).text == (
+    given = ["managed_access", *(["managed_memory"] if host_bytes is None else [])]
+    assert managed_memory_notice(session, given).text == (
         "managed memory is not in use, although it is asked for: the limit of managed memory is 0 "
-        f"bytes ({why}). Ordinary memory is used"
+        f"bytes ({why}). Ordinary memory is used; no effect: gh200_optimizations.managed_access"
     )
     assert isinstance(session.managed, PoolUnavailable)
 
