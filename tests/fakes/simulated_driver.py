@@ -292,7 +292,9 @@ class SimulatedDriver:
         if location == HOST:
             holder = max(state.locations)
             return self.attribute("direct_managed_mem_access_from_host", holder) == 1
-        return location in state.accessed_by and state.preferred in state.locations
+        # CUDA documents that read-mostly advice overrides both: a reader gets a copy.
+        is_mapped = location in state.accessed_by and not state.read_mostly
+        return is_mapped and state.preferred in state.locations
 
     def _transfer(self, nbytes: int, rate: float, source: int, target: int, stream: int) -> float:
         """Transfer bytes on the copy engine of their direction; return the seconds."""
@@ -451,9 +453,14 @@ class SimulatedResidency:
             self._set_locations(found, part, frozenset({home}) if write else part.state.locations)
 
     def keep_one_copy(self, found: Range, run: Run) -> None:
-        """Drop duplicates; the copy on a device is kept."""
-        if len(run.state.locations) > 1:
-            self._set_locations(found, run, frozenset({max(run.state.locations)}))
+        """Drop duplicates. As CUDA documents, the copy at the preferred location is kept.
+
+        Without one, CUDA keeps any; here it is one on a device.
+        """
+        locations, preferred = run.state.locations, run.state.preferred
+        if len(locations) > 1:
+            kept = preferred if preferred in locations else max(locations)
+            self._set_locations(found, run, frozenset({kept}))
 
     def drop(self, found: Range, pointer: int, nbytes: int) -> int:
         """Drop the contents of whole pages; return the bytes that had contents."""

@@ -42,7 +42,7 @@ def test_pages_move_to_the_host_and_come_back_unchanged(pattern):
     session.managed_cap_override = 512 * MIB
     memory = session.managed
     assert not isinstance(memory, PoolUnavailable), memory
-    slab = memory.allocate("ema", 256 * MIB, "prefetch")
+    slab = memory.allocate("ema", 256 * MIB, "device")
     memory.prefetch(slab, "device").wait()
     slab.memory.copy_(torch.arange(256 * MIB, device="cuda") % 251)
     extend_torch_memory_stats(gh200._process)

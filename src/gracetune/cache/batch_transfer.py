@@ -262,13 +262,15 @@ def build_batch_transfer(
     )
     session.hints_override = section.enable_uvm_hints
     session.use_uvm_override = section.use_uvm
+    session.roles_off = "gh200_optimizations.managed is off" if section.managed == "off" else ""
     session.managed_cap_override = managed_cap
     session.num_sharing_host = num_sharing_host
     session.pool_role = "batches"
     platform = session.machine.platform
     hints = "on" if session.hints_enabled else "off"
     emit(Notice(f"memory link: {platform.link.value} ({platform.reasons['link']}); hints {hints}"))
-    roles = [name for name in ROLE_SETTINGS if name in section.model_fields_set]
+    given = section.model_fields_set - ({"managed"} if session.roles_off else set())
+    roles = [name for name in ROLE_SETTINGS if name in given]
     managed = managed_memory_notice(session, roles, section.managed_access)
     if managed is not None:
         emit(managed)

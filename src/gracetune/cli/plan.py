@@ -240,6 +240,7 @@ def prepare(
     machine = _machine(args, open_machine, measured, run_file.model.family)
 
     from gracetune.models.quantize import check_quantizable, quantize_blocks
+    from gracetune.plan.managed import describe_places
     from gracetune.plan.meta_models import build_meta_model
     from gracetune.plan.planner_input import fixed_memory_of, largest_sample, plan_settings
     from gracetune.plan.report import ReportHeading
@@ -277,6 +278,9 @@ def prepare(
             *missing_package,
         ),
         has_ramp=ramp.enable_batch_size_rampup and ramp.target_effective_batch_size is not None,
+        managed_places=describe_places(
+            run_file, trained_are_fp32=str(model.dtype) == "torch.float32"
+        ),
     )
     return PreparedRun(machine, model, budget, fixed, heading, samples)
 
@@ -458,6 +462,8 @@ def _with_managed(run_file: RunFile, machine: PlanMachine, budget: PlanBudget) -
         chosen=None if chosen is None else parse_bytes(chosen),
         free_over_pcie=budget.device_nbytes if machine.link is Link.MANAGED else None,
     )
+    if cap <= 0:
+        return budget
     room = max(0, machine.device_nbytes - policy.stage2_below(machine.device_nbytes))
     return replace(budget, managed_nbytes=cap, device_nbytes=min(budget.device_nbytes, room))
 

@@ -8,7 +8,7 @@ and how kernels reach them:
     device     home on the device; the driver moves pages to the host only if the device is full
     balanced   no home; pages stay where they were used last
 
-If the run file does not name a placement, the access pattern (`uvm_access_pattern`) chooses it:
+If the caller does not name a placement, the access pattern (`uvm_access_pattern`) chooses it:
 `gpu_first` is `device` while the device has headroom and else `in_place`, `cpu_first` is
 `in_place`, `balanced` is `balanced`. Without a pattern it is `in_place`.
 
@@ -348,15 +348,13 @@ class ManagedMemory:
         """Return the bytes that a role may still allocate: what is free, and what it holds."""
         return self._accounting.room(Tier.MANAGED, role)
 
-    def is_on_device(self, slab: ManagedSlab) -> bool:
-        """Return True if the last requested location of a slab is the device.
-
-        CUDA does not report where pages are. Without a request, pages are on the device after a
-        kernel has used them, unless they prefer the host.
-        """
-        state = self._driver.range_state(slab.pointer, slab.nbytes)
-        asked = state.preferred if state.last_prefetch is None else state.last_prefetch
-        return slab.placement != "in_place" and asked != HOST
+    def change_placement(self, slab: ManagedSlab, placement: ManagedPlacement) -> None:
+        """Give a slab another placement, and move its pages to their new home, if they have one."""
+        slab.placement = placement
+        self._advise(slab, is_new=False)
+        home = HOMES[placement]
+        if home is not None:
+            self.prefetch(slab, home).wait()
 
     def default_placement(self, nbytes: int) -> ManagedPlacement:
         """Return the placement that the access pattern gives to a new slab."""
@@ -379,12 +377,14 @@ class ManagedMemory:
         self._prefetcher.close()
         self._slabs.clear()
 
-    def _advise(self, slab: ManagedSlab) -> None:
+    def _advise(self, slab: ManagedSlab, *, is_new: bool = True) -> None:
         home = HOMES[slab.placement]
         location = self._device if home == "device" else HOST
-        given = [(Advice.SET_ACCESSED_BY, self._device)]
+        given = [(Advice.SET_ACCESSED_BY, self._device)] if is_new else []
         if home is not None:
             given.insert(0, (Advice.SET_PREFERRED_LOCATION, location))
+        elif not is_new:
+            given.insert(0, (Advice.UNSET_PREFERRED_LOCATION, self._device))
         for advice, location in given:
             code = self._driver.advise(slab.pointer, slab.nbytes, advice, location)
             text = f"{advice.name.lower()} for managed memory of {slab.role} failed (code {code})"
@@ -414,10 +414,11 @@ once come before those that every block needs."""
 
 
 class ManagedPages:
-    """Pages of managed memory on the device, which a reclamation moves to the host.
+    """Managed memory on the device, which a reclamation moves to the host.
 
-    Pages return when they are used next: with the placement `prefetch` ahead of use. `restore`
-    returns those whose home is the device (`device`) at once.
+    It is used in place there until `restore`: otherwise its pages would come back when they are
+    used next, and nothing would be free. Memory with the placement `prefetch` stays as it is, since
+    each use of it ends with its way back to the host.
     """
 
     def __init__(
@@ -429,10 +430,11 @@ class ManagedPages:
         """
         self._memory = memory
         self._enough = enough
-        self._moved: list[ManagedSlab] = []
+        self._moved: dict[ManagedSlab, ManagedPlacement] = {}
+        """Memory that was moved to the host, with its placement before."""
 
     def trim(self) -> int:
-        """Move pages to the host, coldest first, until enough is free; return the bytes moved.
+        """Move memory to the host, coldest first, until enough is free; return the bytes moved.
 
         The driver may keep device memory that pages have left, for the next ones, so the bytes that
         it reports as free need not change.
@@ -445,20 +447,20 @@ class ManagedPages:
         for slab in sorted(memory.slabs, key=lambda slab: COLDEST_FIRST.index(slab.role)):
             if free + moved >= self._enough(total):
                 break
-            if memory.is_on_device(slab):
-                memory.prefetch(slab, "host").wait()
-                self._moved.append(slab)
+            if slab.placement in ("device", "balanced"):
+                self._moved[slab] = slab.placement
+                memory.change_placement(slab, "in_place")
                 moved += slab.nbytes
         return moved
 
     def restore(self) -> None:
-        """Move the pages back to the device whose home it is."""
+        """Let memory be where it was before `trim`; what was at home on the device moves there."""
         memory = self._memory()
-        moved, self._moved = self._moved, []
+        moved, self._moved = self._moved, {}
         if memory is not None:
-            for slab in moved:
-                if slab in memory.slabs and slab.placement == "device":
-                    memory.prefetch(slab, "device").wait()
+            for slab, placement in moved.items():
+                if slab in memory.slabs:
+                    memory.change_placement(slab, placement)
 
 
 class ManagedArray:

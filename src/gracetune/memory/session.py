@@ -168,6 +168,8 @@ class MemorySession:
         """Turns memory hints on or off; None leaves that to environment variables and platform."""
         self.use_uvm_override: bool | None = None
         """Turns managed memory on or off; None leaves that to environment variables."""
+        self.roles_off = ""
+        """Setting that keeps the roles of a run out of managed memory; empty: none does."""
         self.managed_cap_override: int | None = None
         """Maximum managed memory in bytes; None: the default of `managed_cap`."""
         self.num_sharing_host = 1
@@ -326,7 +328,7 @@ class MemorySession:
                 self._pool = PoolUnavailable(f"no managed memory: {platform.reasons['link']}")
                 return self._pool
             settings = PoolSettings(self.managed_cap, self.pattern or AccessPattern.GPU_FIRST)
-            refused = self._refused_by_driver(self.machine.driver)
+            refused = self._refused(self.machine.driver)
             if refused is not None:
                 self._pool = refused
                 return self._pool
@@ -338,11 +340,13 @@ class MemorySession:
                 weakref.finalize(self, self._pool.close, final=True).atexit = False
         return self._pool
 
-    def _refused_by_driver(self, driver: Driver) -> PoolUnavailable | None:
-        """Return why the driver allocates no managed memory, by a trial; None if it does."""
+    def _refused(self, driver: Driver) -> PoolUnavailable | None:
+        """Return why no managed memory can be allocated, also by a trial; None if some can."""
         platform = self.machine.platform
         if not platform.has_managed:
             return None
+        if self.managed_cap <= 0:
+            return PoolUnavailable(f"the limit of managed memory is 0 bytes ({self.cap_reason})")
         code, pointer = driver.allocate_managed(platform.page_bytes)
         if code != CudaCode.SUCCESS:
             return PoolUnavailable(f"the driver refuses managed memory (code {code})")
@@ -358,11 +362,13 @@ class MemorySession:
         platform, driver = self.machine.platform, self.machine.driver
         if not self.use_uvm:
             return PoolUnavailable(OVERFLOW_OFF)
+        if self.roles_off:
+            return PoolUnavailable(f"{self.roles_off}; auto lets a run continue in managed memory")
         if driver is None or not platform.has_managed:
             return PoolUnavailable(f"no managed memory: {platform.reasons['link']}")
         if platform.link is Link.INTEGRATED:
             return PoolUnavailable(f"nothing to oversubscribe: {platform.reasons['link']}")
-        refused = self._refused_by_driver(driver)
+        refused = self._refused(driver)
         if refused is not None:
             return refused
         # What an earlier run of this process has left in reference cycles.
@@ -530,11 +536,17 @@ def managed_memory_notice(
     if not has_pool and not has_roles:
         reason = pool.reason if isinstance(pool, PoolUnavailable) else ""
         reason = reason.removeprefix("no managed memory: ").rstrip(".")
-        text = f"managed memory is not in use, although it is asked for: {reason}"
-        return Notice(f"{text}. Ordinary memory is used{idle}", level="warning", fallback=True)
+        text = "managed memory is not in use, although it is asked for"
+        if session.use_uvm is None and session.are_hints_default:  # it is the machine's default
+            text = "batches are not in managed memory"
+        unused = [name for name in given if name not in reason]
+        idle = f"; no effect: {', '.join(unused)}" if unused else ""
+        text = f"{text}: {reason}. Ordinary memory is used{idle}"
+        return Notice(text, level="warning", fallback=True)
     overflow = "what the device has no space for"
     if isinstance(pool, PoolUnavailable):
-        text = f"batches are not in managed memory: {pool.reason}; in it is only {overflow}"
+        reason = pool.reason.rstrip(".")
+        text = f"batches are not in managed memory: {reason}; in it is only {overflow}"
     else:
         text = (
             f"managed memory: batches, and {overflow}" if has_roles else "managed memory: batches"
@@ -543,8 +555,11 @@ def managed_memory_notice(
     settings = _setting_effects(session, given)
     pattern = _pattern_effects(session, access, has_pool=has_pool, has_roles=has_roles)
     effects = "; ".join([text + f", {limit}", *pattern, *settings])
-    if roles_given and not has_roles:
-        effects += f"; no effect: {', '.join(roles_given)}, because use_uvm is not set"
+    if not has_roles:
+        # The limit is also that of batches.
+        unused = [name for name in roles_given if not name.endswith(".managed_memory")]
+        why = session.roles_off or "use_uvm is not set"
+        effects += f"; no effect: {', '.join(unused)}, because {why}" if unused else ""
     if not has_pool or "no effect: " in effects:
         return Notice(effects, level="warning", fallback=not has_pool)
     return Notice(f"memory: {effects}")

@@ -7,6 +7,7 @@ pages are and how they move.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from gracetune.memory.managed_roles import ManagedMemoryFullError, slab_nbytes
 from gracetune.offload.copy_engine import CopyStream, OffloadError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
     from torch.nn import Parameter
@@ -59,8 +60,11 @@ class ManagedGradients:
         self._slabs = [slab for slab, _ in groups]
         copies = [copy for _, group in groups for copy in group]
         self._gradients = dict(zip(parameters, copies, strict=True))
+        # Python's garbage collector does not see the hooks of a parameter. With a strong reference,
+        # they would keep the model of a run alive that fails before anyone calls `close`.
+        store = partial(_call_weakly, weakref.WeakMethod(self._store))
         self._hooks: list[RemovableHandle] = [
-            p.register_post_accumulate_grad_hook(self._store)  # type: ignore[no-untyped-call]
+            p.register_post_accumulate_grad_hook(store)  # type: ignore[no-untyped-call]
             for p in parameters
         ]
 
@@ -70,11 +74,7 @@ class ManagedGradients:
         return sum(slab.nbytes for slab in self._slabs)
 
     def close(self) -> None:
-        """Stop storing gradients, and drop those that exist.
-
-        Python's garbage collector does not see the hooks of a parameter, so without this call the
-        parameters would never be freed.
-        """
+        """Stop storing gradients, and drop those that exist."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -89,6 +89,12 @@ class ManagedGradients:
             return  # this micro-batch was added to the gradient in managed memory
         own.copy_(gradient)
         parameter.grad = own
+
+
+def _call_weakly(method: weakref.WeakMethod[Callable[[Parameter], None]], of: Parameter) -> None:
+    store = method()
+    if store is not None:
+        store(of)
 
 
 def fitting_parameters(

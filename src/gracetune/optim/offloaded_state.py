@@ -53,6 +53,13 @@ DEFAULT_SLOTS = 3
 """Number of device buffers (slots) through which optimizer state in host memory is streamed: while
 one is filled, another is updated and a third is copied out."""
 
+FREE_DEVICE_MEMORY = (
+    "Leave more of the device free (with optimizer.state: host, or a plan with a lower "
+    "plan.device_memory)"
+)
+"""Advice for a run that is out of memory in an update, and cannot repeat it. A resumed run may have
+other values of these settings."""
+
 
 @dataclass(frozen=True, slots=True)
 class ManagedState:
@@ -249,8 +256,7 @@ class OptimizerStepper:
             raise RunFailedError(
                 "the GPU ran out of memory in the middle of an optimizer step "
                 f"({str(error).splitlines()[0]}), after some weights had changed. Earlier "
-                "checkpoints are intact. Resume from the last one with a lower "
-                "plan.device_memory, or with another optimizer."
+                f"checkpoints are intact. {FREE_DEVICE_MEMORY} and resume from the last one."
             ) from error
         self.num_steps += 1
 
@@ -374,12 +380,12 @@ class OptimizerStepper:
             for p in bucket.parameters
             if not state.get(p) and not (only_due and p.grad is None)
         )
-        # Each of its tensors is aligned in managed memory.
-        padding = ALIGNMENT * max(1, self._fp32_tensors_per_parameter)
+        # Each of its tensors is moved if it is large enough, and aligned in managed memory.
+        tensors = max(1, self._fp32_tensors_per_parameter)
         return sum(
-            int(numel * each) + padding
+            int(numel * each) + tensors * ALIGNMENT
             for numel in numels
-            if numel * each >= self._settings.min_nbytes
+            if numel * each >= tensors * self._settings.min_nbytes
         )
 
     @torch.no_grad()

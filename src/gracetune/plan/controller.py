@@ -235,7 +235,7 @@ class PlanController:
         self._problem = _without_compilation(self._problem)
         eager = None
         with suppress(PlanError):
-            eager = self._problem.solve(self._problem.budget)
+            eager = self._problem_now().solve(self._problem.budget)
         eager = self._of_main_rank(eager)
         if eager is None:
             return False
@@ -254,11 +254,12 @@ class PlanController:
         """
         if self.shrink_ring(reason):
             return True
+        # No later correction: it would plan for the memory that has just proved insufficient, or
+        # blame compute for the time of what overflows to managed memory.
+        self._was_checked = True
         while (smaller := self._smaller_plan()) is not None:
             text = f"{reason} Continuing with a smaller plan: {describe(smaller)}; expect "
             self._emit(Notice(text + describe_speed(smaller), level="warning", fallback=True))
-            # No later correction: it would plan for the memory that has just proved insufficient.
-            self._was_checked = True
             room = int(smaller.device.total * (1 + self._problem.budget.fragmentation))
             budget = replace(self._problem.budget, device_nbytes=room)
             self._problem = replace(self._problem, budget=budget)
@@ -443,8 +444,16 @@ class PlanController:
         return compiler is not None and compiler.gave_up
 
     def _problem_now(self) -> PlanProblem:
-        """Return the planning problem, without compiled plans if compilation has failed."""
-        return _without_compilation(self._problem) if self._gave_up_compiling else self._problem
+        """Return the planning problem for a change of the plan.
+
+        There are no compiled plans in it if compilation has failed. What is in managed memory stays
+        there, so plans that have it on the device would not be what runs.
+        """
+        problem = self._problem
+        problem = _without_compilation(problem) if self._gave_up_compiling else problem
+        kept, choices = self.plan.managed, problem.constraints.managed
+        choices = tuple(roles for roles in choices if {*roles} >= {*kept}) or (kept,)
+        return replace(problem, constraints=replace(problem.constraints, managed=choices))
 
     def _of_main_rank(self, plan: Plan | None) -> Plan | None:
         """Return the main rank's plan, with this rank's prediction of its time and memory."""

@@ -22,15 +22,16 @@ reading. Pages go back to the host more slowly than they come, so the way back s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from gracetune.config.environment import environment_settings, process_environment
+from gracetune.memory.managed_roles import MANAGED_ROLES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from gracetune.config.schema import RunFile
-    from gracetune.memory.managed_roles import ManagedRole
+    from gracetune.memory.managed_roles import ManagedPlacement, ManagedRole
     from gracetune.offload.copy_engine import CopyEngine
     from gracetune.plan.cost import ModelCosts
     from gracetune.plan.machines import EffectiveRates
@@ -46,6 +47,60 @@ NOT_ON_RANKS: tuple[ManagedRole, ...] = ("gradients",)
 device, which replace the gradients."""
 
 
+PREFETCHED: tuple[ManagedRole, ...] = ("weights", "trained", "optimizer", "ema")
+"""Roles that a step uses in a known order, so that they can be prefetched."""
+PATTERN_PLACEMENTS: Mapping[str, ManagedPlacement] = {
+    "gpu_first": "device",
+    "cpu_first": "in_place",
+    "balanced": "balanced",
+}
+"""Placement by `uvm_access_pattern`; `gpu_first` is `in_place` while the device has no headroom."""
+PLACE_WORDS: Mapping[ManagedPlacement, str] = {
+    "in_place": "managed, used in place",
+    "prefetch": "managed, prefetched",
+    "device": "managed, on the device if it fits",
+    "balanced": "managed, where it was used last",
+}
+
+
+def role_placements(
+    access: str, *, follows_pattern: bool, trained_are_cast: bool
+) -> dict[ManagedRole, ManagedPlacement]:
+    """Return the placement of the roles for which `managed_access` or its default sets one.
+
+    Offloaded activations are always copied to host memory, and some roles cannot be prefetched. By
+    default, weights that matrix products read are prefetched: in place, a product reads them over
+    the link once for each tile of the activations. Trained weights that are cast are read once.
+    """
+    placements: dict[ManagedRole, ManagedPlacement] = {"activations": "in_place"}
+    if access == "auto":
+        if not follows_pattern:
+            placements["weights"] = "prefetch"
+            if not trained_are_cast:
+                placements["trained"] = "prefetch"
+        return placements
+    for role in MANAGED_ROLES:
+        is_impossible = role == "activations" or (access == "prefetch" and role not in PREFETCHED)
+        placements[role] = "in_place" if is_impossible else cast("ManagedPlacement", access)
+    return placements
+
+
+def describe_places(run: RunFile, *, trained_are_fp32: bool) -> dict[ManagedRole, str]:
+    """Return where each role would be in managed memory, in words of a report.
+
+    `trained_are_fp32` is the data type of the trained weights, if they are not an adapter's.
+    """
+    pattern = environment_settings(process_environment()).access_pattern
+    is_whole = run.adapter is None or run.adapter.kind == "full"
+    placements = role_placements(
+        run.gh200_optimizations.managed_access,
+        follows_pattern=pattern is not None,
+        trained_are_cast=run.train.mixed_precision != "no" and (trained_are_fp32 or not is_whole),
+    )
+    default = PATTERN_PLACEMENTS.get(pattern or "", "in_place")
+    return {role: PLACE_WORDS[placements.get(role, default)] for role in MANAGED_ROLES}
+
+
 def describe_other_access(run: RunFile, roles: Collection[ManagedRole]) -> str:
     """Return that these roles are not used as predicted; empty if they are."""
     access: str = run.gh200_optimizations.managed_access
@@ -56,6 +111,8 @@ def describe_other_access(run: RunFile, roles: Collection[ManagedRole]) -> str:
             return ""
         access = "in_place" if pattern == "cpu_first" else pattern
         setting = f"uvm_access_pattern: {pattern}"
+    if access == "prefetch" and not {"trained", "optimizer", "ema"} & {*roles}:
+        return ""  # weights are prefetched by default
     if access != "in_place":
         return (
             f"times of managed memory are those of managed_access: auto, not of {setting}: "

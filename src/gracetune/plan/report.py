@@ -6,7 +6,7 @@ The keys of the JSON are the field names in plan/result.py and plan/search.py.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from gracetune.plan.result import ROLES
@@ -14,8 +14,9 @@ from gracetune.plan.search import TIE_MARGIN
 from gracetune.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
+    from gracetune.memory.managed_roles import ManagedRole
     from gracetune.plan.result import Plan
     from gracetune.plan.search import PlanBudget, SearchResult
 
@@ -44,6 +45,8 @@ class ReportHeading:
     has_ramp: bool = False
     """True if a batch-size ramp (a batch that grows during the run) sets the gradient
     accumulation."""
+    managed_places: Mapping[ManagedRole, str] = field(default_factory=dict)
+    """Where each role would be in managed memory, in words."""
 
 
 def report_lines(result: SearchResult, heading: ReportHeading) -> Iterator[str]:
@@ -72,7 +75,7 @@ def report_lines(result: SearchResult, heading: ReportHeading) -> Iterator[str]:
         yield f"{'both together':<16}{(best.device.total + best.host.total) / GIB:>9.2f}"
     if heading.budget.managed_nbytes:
         yield ""
-        yield from _places(best, heading.budget)
+        yield from _places(best, heading)
     yield ""
     yield from _seconds(best)
     yield ""
@@ -249,7 +252,7 @@ def _state_reasons(best: Plan) -> Iterator[str]:
         )
     if best.managed:
         yield (
-            f"{_managed(best)}: kernels use it over the link, which adds "
+            f"{_managed(best)}: using or moving it over the link adds "
             f"{seconds.wait_managed / seconds.step:.1%} to the step"
         )
 
@@ -262,11 +265,11 @@ def _managed(plan: Plan) -> str:
     return f"{format_bytes(plan.managed_total)} in managed memory ({', '.join(plan.managed)})"
 
 
-def _places(plan: Plan, budget: PlanBudget) -> Iterator[str]:
+def _places(plan: Plan, heading: ReportHeading) -> Iterator[str]:
     """Yield the place of each role, with its cost there and the cost in managed memory."""
     yield (
         f"{'role':<16}{'GiB':>9}  {'place':<34}{'costs':>9}{'managed costs':>15}"
-        f"   (managed memory: at most {format_bytes(budget.managed_nbytes)})"
+        f"   (managed memory: at most {format_bytes(heading.budget.managed_nbytes)})"
     )
     s = plan.seconds
     elsewhere: dict[str, tuple[str, float]] = {}
@@ -283,8 +286,7 @@ def _places(plan: Plan, budget: PlanBudget) -> Iterator[str]:
         if role in plan.managed and role in elsewhere:
             place, cost = f"{place}, rest managed", cost + seconds
         elif role in plan.managed:
-            place = "managed, prefetched" if role == "weights" else "managed, used in place"
-            cost = seconds
+            place, cost = heading.managed_places.get(role, "managed"), seconds
         if nbytes or role in elsewhere:
             yield _place_row(names.get(role, role), nbytes, place, cost, seconds)
     place = "device" if not plan.host.activations else "some offloaded"

@@ -21,6 +21,7 @@ from gracetune.distributed.heartbeat import StragglerWatch
 from gracetune.errors import GracetuneError, InterruptedRunError, RunFailedError
 from gracetune.events.types import HealthChanged, Notice, RampChanged, RatesSpread, StepDone
 from gracetune.optim.automagic import Automagic
+from gracetune.optim.offloaded_state import FREE_DEVICE_MEMORY
 from gracetune.train.checkpoint import Snapshot
 from gracetune.train.export import checkpoint_headers
 from gracetune.train.gradient_check import FirstStepCheck
@@ -242,7 +243,7 @@ def _step(
         if state.stepper.num_steps > updates:  # a second try would apply the update twice
             raise RunFailedError(
                 f"the device ran out of memory after the optimizer's update ({reason}). Earlier "
-                "checkpoints are kept. Lower plan.device_memory and run the same command again."
+                f"checkpoints are kept. {FREE_DEVICE_MEMORY} and run the same command again."
             ) from failure
         state.optimizer.zero_grad()
         if controller is not None and not isinstance(failure, torch.OutOfMemoryError):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -34,7 +34,7 @@ from gracetune.offload.managed_tensors import (
     fitting_parameters,
 )
 from gracetune.optim.offloaded_state import ManagedState
-from gracetune.plan.managed import NOT_ON_RANKS, OVERFLOW_ORDER
+from gracetune.plan.managed import NOT_ON_RANKS, OVERFLOW_ORDER, role_placements
 from gracetune.train.execution_record import OVERFLOWED_KEY
 from gracetune.train.step import Ema
 from gracetune.units import MIB, format_bytes, parse_bytes
@@ -67,8 +67,6 @@ ROLE_NAMES: dict[ManagedRole, str] = {
 }
 assert set(ROLE_NAMES) == set(MANAGED_ROLES) == set(get_args(ManagedRoleName))
 SETTING = "gh200_optimizations.managed"
-PREFETCHED: tuple[ManagedRole, ...] = ("weights", "trained", "optimizer", "ema")
-"""Roles that a step uses in a known order, so that they can be prefetched."""
 MODEL_ROLES: tuple[ManagedRole, ...] = ("weights", "trained")
 """Roles that move if the model itself has too little device memory."""
 PLANNED = "plan"
@@ -123,8 +121,6 @@ def build_managed_run(
     roles = forced_roles(run)
     memory, emit, ranks = session.managed, session.emit, layout.ranks
     reason = memory.reason if isinstance(memory, PoolUnavailable) else ""
-    if not reason and settings.managed == "off":
-        reason = f"{SETTING} is off; auto lets a run continue in managed memory"
     reasons = ranks.gather(reason)
     if all(reasons):
         return NoManagedRun(reason)
@@ -172,22 +168,12 @@ def _placements(
     follows_pattern: bool,
     trained_are_cast: bool,
 ) -> dict[ManagedRole, ManagedPlacement]:
-    """Return the placement of the roles for which `managed_access` or its default sets one.
-
-    Offloaded activations are always copied to host memory, and some roles cannot be prefetched. By
-    default, weights that matrix products read are prefetched: in place, a product reads them over
-    the link once for each tile of the activations. Trained weights that are cast are read once.
-    """
-    placements: dict[ManagedRole, ManagedPlacement] = {"activations": "in_place"}
+    """Return the placements of `role_placements`; warn of `roles` that have another one."""
+    placements = role_placements(
+        access, follows_pattern=follows_pattern, trained_are_cast=trained_are_cast
+    )
     if access == "auto":
-        if not follows_pattern:
-            placements["weights"] = "prefetch"
-            if not trained_are_cast:
-                placements["trained"] = "prefetch"
         return placements
-    for role in MANAGED_ROLES:
-        is_impossible = role == "activations" or (access == "prefetch" and role not in PREFETCHED)
-        placements[role] = "in_place" if is_impossible else cast("ManagedPlacement", access)
     differing = [role for role in roles if placements[role] != access]
     if differing:
         text = f"gh200_optimizations.managed_access: {access} has no effect on "
@@ -399,6 +385,8 @@ class ManagedRun:
             return "no text embeddings stay on the device"
         if role == "weights" and role not in self.roles and not self._frozen():
             return "all weights are trained or streamed"
+        if role == "optimizer" and role not in self.roles and not self.stepper.unmanaged_nbytes:
+            return "it has only small tensors, which stay on the device, or none"
         return ""
 
     def _chosen_by(self, role: ManagedRole) -> str:

@@ -20,6 +20,7 @@ from gracetune.distributed.layout import SINGLE_LAYOUT
 from gracetune.errors import RunFailedError
 from gracetune.memory.managed_roles import ManagedGroups
 from gracetune.models.family import bind_expert
+from gracetune.optim.offloaded_state import FREE_DEVICE_MEMORY
 from gracetune.optim.schedule import (
     AveragingOptimizer,
     averaged_weights,
@@ -333,8 +334,8 @@ def _update_weights(state: TrainState) -> None:
             raise
         raise RunFailedError(  # the other ranks have changed their weights
             f"{state.ranks.name(state.ranks.rank)} ran out of device memory in the optimizer's "
-            f"update ({str(error).splitlines()[0]}). Checkpoints are kept. Lower "
-            "plan.device_memory and run the same command again."
+            f"update ({str(error).splitlines()[0]}). Checkpoints are kept. {FREE_DEVICE_MEMORY} "
+            "and run the same command again."
         ) from error
 
 

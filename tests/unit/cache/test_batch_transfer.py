@@ -3,6 +3,7 @@
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -36,6 +37,7 @@ from gracetune.memory.managed_pool import ManagedPool, PoolUnavailable
 from gracetune.memory.platform import Link, Machine
 from gracetune.memory.session import MemorySession
 from gracetune.memory.stats import MemoryAccounting, Tier
+from gracetune.units import GIB
 
 CPU = torch.device("cpu")
 LATENTS = partial(stack_into, [torch.zeros(4), torch.ones(4)])
@@ -206,6 +208,56 @@ def test_a_run_says_what_is_in_managed_memory_and_what_settings_govern(link, con
     assert notice.fallback is (pool is NO_SHIM)
     assert (notice.level == "warning") is (pool is NO_SHIM or "no effect" in text)
     assert notice_lines(notice), "the console shows it"
+
+
+OFF_LINE = (
+    "no effect: gh200_optimizations.managed_access, because gh200_optimizations.managed is off"
+)
+
+
+@pytest.mark.parametrize(
+    ("pool", "text"),
+    [
+        (POOL, f"managed memory: batches, at most 28.0 GiB (host memory); {OFF_LINE}"),
+        (
+            NO_SHIM,
+            "managed memory is not in use, although it is asked for: the memory shim was not "
+            "built. Ordinary memory is used; no effect: gh200_optimizations.managed_access",
+        ),
+    ],
+)
+def test_nothing_overflows_if_the_run_file_says_so(pool, text):
+    """The setting itself has an effect, and so has the limit, which is that of batches as well."""
+    session = simulated_session(Link.COHERENT, "use_uvm:True", pool)
+    session.roles_off = "gh200_optimizations.managed is off"
+    given = ["managed_access", *(["managed_memory"] if pool is POOL else [])]
+    assert managed_memory_notice(session, given, "prefetch").text == text
+    assert isinstance(session.managed, PoolUnavailable)
+
+
+@pytest.mark.parametrize("host_bytes", [None, GIB], ids=["setting", "host"])
+def test_a_limit_of_0_bytes_is_one_line_with_its_reason(host_bytes):
+    session = simulated_session(Link.COHERENT, "use_uvm:True", None)
+    if host_bytes is None:
+        session.managed_cap_override = 0
+    else:
+        machine = session.machine
+        session.machine = Machine(machine.driver, replace(machine.platform, host_bytes=GIB))
+    why = "gh200_optimizations.managed_memory" if host_bytes is None else "host memory"
+    given = ["managed_access", *(["managed_memory"] if host_bytes is None else [])]
+    assert managed_memory_notice(session, given).text == (
+        "managed memory is not in use, although it is asked for: the limit of managed memory is 0 "
+        f"bytes ({why}). Ordinary memory is used; no effect: gh200_optimizations.managed_access"
+    )
+    assert isinstance(session.managed, PoolUnavailable)
+
+
+def test_a_default_of_the_machine_is_not_asked_for():
+    session = simulated_session(Link.COHERENT, "", PoolUnavailable("no compiler. Install one."))
+    text = managed_memory_notice(session).text
+    assert text == (
+        "batches are not in managed memory: no compiler. Install one. Ordinary memory is used"
+    )
 
 
 # PinnedStaging

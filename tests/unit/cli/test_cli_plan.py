@@ -481,3 +481,10 @@ def test_a_note_names_an_access_whose_time_is_not_predicted(
     assert len(notes) == bool(named)
     assert all(named in note for note in notes)
     assert not plan._notes(run, 1, "", PlanBudget(96 * GIB, 480 * GIB))
+
+
+def test_weights_are_prefetched_by_default_so_that_asking_for_it_needs_no_note() -> None:
+    settings = {"managed": ["weights", "gradients"], "managed_access": "prefetch"}
+    run = RunFile.model_validate({"gh200_optimizations": settings})
+    budget = PlanBudget(96 * GIB, 480 * GIB, managed_nbytes=GIB)
+    assert not plan._notes(run, 1, "", budget)

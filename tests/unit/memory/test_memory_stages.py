@@ -70,8 +70,8 @@ class SimulatedRun:
 def test_the_stage_moves_cold_pages_to_the_host_until_enough_is_free() -> None:
     run = SimulatedRun()
     weights = run.allocate("weights", 4 * GIB, "device")
-    optimizer = run.allocate("optimizer", 2 * GIB, "prefetch")
-    ema = run.allocate("ema", GIB + GIB // 2, "prefetch")
+    optimizer = run.allocate("optimizer", 2 * GIB, "device")
+    ema = run.allocate("ema", GIB + GIB // 2, "balanced")
     assert run.driver.memory_info(0)[0] == GIB // 2
     assert run.session.observe(reclaim=True, step=7) is Stage.OVERSUBSCRIBED
     changed, reclaimed = run.events
@@ -126,6 +126,40 @@ def test_the_access_pattern_decides_about_homes_and_about_the_return_of_pages(
     assert run.driver.residency(optimizer, 2 * GIB) == restored
     kinds = [event.kind for event in run.of_kind(MemoryReclaimed)]
     assert kinds == (["light", "restored"] if is_full else [])
+
+
+@pytest.mark.parametrize("placement", ["device", "balanced"])
+def test_pages_that_were_moved_to_the_host_are_used_there_until_the_device_has_space(
+    placement: str,
+) -> None:
+    """Otherwise they would return when they are used, and still count as moved."""
+    run = SimulatedRun()
+    slab = run.memory.allocate("ema", 4 * GIB, placement)
+    run.driver.touch(slab.pointer, slab.nbytes, 0, write=True)
+    code, other = run.driver.allocate_device(3 * GIB + GIB // 2, 0)
+    assert code == CudaCode.SUCCESS
+    free = []
+    for step in range(4):
+        run.session.observe(reclaim=True, step=step)
+        run.driver.touch(slab.pointer, slab.nbytes, 0, write=True)
+        free.append(run.driver.memory_info(0)[0])
+        if step == 1:
+            run.driver.free(other)
+    assert run.driver.residency(slab.pointer, slab.nbytes) == {0: 4 * GIB}
+    assert free == [4 * GIB + GIB // 2, 4 * GIB + GIB // 2, 4 * GIB, 4 * GIB]
+    decisions = [(event.step, event.kind, event.nbytes) for event in run.of_kind(MemoryReclaimed)]
+    assert decisions == [(0, "light", 4 * GIB), (2, "restored", 4 * GIB)]
+    assert slab.placement == placement
+
+
+def test_what_is_prefetched_for_its_use_is_left_alone() -> None:
+    """It goes back to the host after its use, and steps rely on its arrival."""
+    run = SimulatedRun()
+    weights = run.allocate("weights", 7 * GIB + GIB // 2, "prefetch")
+    assert run.session.observe(reclaim=True) is Stage.OVERSUBSCRIBED
+    assert run.driver.residency(weights, GIB) == {0: GIB}
+    (reclaimed,) = run.of_kind(MemoryReclaimed)
+    assert reclaimed.freed == {"garbage": 0, "managed pages": 0}
 
 
 def test_gpu_first_uses_the_device_only_while_it_has_headroom() -> None:

@@ -126,6 +126,25 @@ def test_read_mostly_pages_have_copies_until_someone_writes() -> None:
     assert driver.residency(pointer, 8 * MIB) == {0: 7 * MIB, HOST: MIB}
 
 
+def test_copies_of_read_mostly_pages_are_dropped_where_they_are_not_preferred() -> None:
+    """Without a transfer to the host, whose copy has stayed valid."""
+    driver = simulated()
+    pointer = managed(driver, 8 * MIB)
+    driver.advise(pointer, 8 * MIB, Advice.SET_PREFERRED_LOCATION, HOST)
+    driver.advise(pointer, 8 * MIB, Advice.SET_ACCESSED_BY, 0)
+    driver.advise(pointer, 4 * MIB, Advice.SET_READ_MOSTLY, 0)
+    driver.prefetch(pointer, 2 * MIB, 0, 0)
+    driver.touch(pointer, 8 * MIB, 0)
+    assert driver.residency(pointer, 8 * MIB) == {0: 4 * MIB, HOST: 8 * MIB}
+    assert driver.traffic.faulted.to_device == 2 * MIB, "it was not prefetched"
+    assert driver.traffic.read_in_place == 4 * MIB, "it is not read-mostly"
+    driver.advise(pointer, 4 * MIB, Advice.UNSET_READ_MOSTLY, 0)
+    assert driver.residency(pointer, 8 * MIB) == {HOST: 8 * MIB}
+    assert driver.traffic.prefetched.to_host == driver.traffic.evicted == 0
+    driver.touch(pointer, 8 * MIB, 0)
+    assert driver.traffic.read_in_place == 12 * MIB
+
+
 def test_pages_go_from_one_device_to_another() -> None:
     driver = simulated(devices=2)
     pointer = managed(driver, 8 * MIB, at=0)

@@ -1,6 +1,6 @@
 """A plan is corrected once if it is worth it, and shrinks if memory runs out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -99,14 +99,24 @@ class Case:
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+def with_managed(problem, *choices):
+    budget = replace(problem.budget, managed_nbytes=10**6)
+    constraints = replace(problem.constraints, managed=choices)
+    return replace(problem, budget=budget, constraints=constraints)
+
+
+def no_plan(*_):
+    raise PlanError("nothing fits")
+
+
 def batch(numel=NUMEL):
     return Batch(torch.zeros(1, numel), {}, (None,))
 
 
 @pytest.fixture
 def case(recorder):
-    def make(device_nbytes, added=False, full_at=(), failure=FULL, **asked):
-        problem = build_problem(device_nbytes, **asked)
+    def make(device_nbytes, added=False, full_at=(), failure=FULL, managed=((),), **asked):
+        problem = with_managed(build_problem(device_nbytes, **asked), *managed)
         calls, placed, spares = [], [], []
 
         def place(plan, spare_nbytes):
@@ -256,6 +266,23 @@ def test_added_slots_are_released_before_the_plan_shrinks(case):
     assert one.spares[-1] < before.device.total - one.plan.device.total, "nor counted as free"
 
 
+@pytest.mark.parametrize("change", ["correction", "smaller", "eager"])
+def test_what_is_in_managed_memory_stays_there(case, change):
+    """A plan with it on the device would be faster or simpler, but nothing moves back."""
+    one = case(900, managed=(("trained",),))
+    one.controller._problem = with_managed(one.problem, (), ("trained",), ("trained", "gradients"))
+    assert one.controller._problem.solve(one.problem.budget).managed == ()
+    before = one.plan
+    if change == "correction":
+        assert one.check(before.seconds.step, peak=before.device.total - 500)
+    elif change == "smaller":
+        assert one.controller.reduce_memory("full.")
+    else:
+        assert one.controller.replan_without_compilation()
+    assert len(one.placed) == 2
+    assert "trained" in one.plan.managed
+
+
 def test_plans_shrink_until_one_fits(case):
     one = case(900, full_at=(1, 2))
     before = one.plan
@@ -328,11 +355,7 @@ def test_blocks_stay_eager_if_no_eager_plan_fits(case, monkeypatch):
     one = case(ROOMY, compiled=(True,))
     one.placed[-1].compiler = FakeCompiler()
     one.placed[-1].compiler.gave_up = True
-
-    def solve(*_):
-        raise PlanError("nothing fits")
-
-    monkeypatch.setattr(type(one.problem), "solve", solve)
+    monkeypatch.setattr(PlanProblem, "solve", no_plan)
     before = one.plan
     assert one.controller.has_failed_to_compile()
     assert not one.controller.replan_without_compilation()
@@ -346,6 +369,17 @@ def test_reduce_memory_fails_if_no_smaller_plan_exists(case):
     while one.controller.reduce_memory("full."):
         downs += 1
     assert 0 < downs < 20
+
+
+def test_the_smallest_plan_is_not_corrected_after_memory_has_run_out(case, monkeypatch):
+    """The rest has overflowed to managed memory, and the device is fuller than the plan knows."""
+    one = case(TIGHT)
+    before = one.plan
+    with monkeypatch.context() as patched:
+        patched.setattr(PlanProblem, "solve", no_plan)
+        assert not one.controller.reduce_memory("full.")
+    assert not one.check(3 * before.seconds.step, peak=before.device.total - 200)
+    assert one.plan is before
 
 
 def test_streaming_stats_include_earlier_plans(case):

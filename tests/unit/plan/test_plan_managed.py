@@ -8,7 +8,12 @@ from problem_factory import build_problem
 
 from gracetune.config.schema import RunFile
 from gracetune.plan.controller import StepMeasurement, calibrate
-from gracetune.plan.managed import managed_choices, managed_nbytes, managed_seconds
+from gracetune.plan.managed import (
+    describe_places,
+    managed_choices,
+    managed_nbytes,
+    managed_seconds,
+)
 from gracetune.plan.memory import FixedMemory, device_bytes, host_bytes
 from gracetune.plan.report import ReportHeading, _places, describe, report_json, report_lines
 from gracetune.plan.search import (
@@ -84,7 +89,7 @@ def test_offloaded_activations_count_against_the_cap():
         assert fits(model, offloading, FIXED, budget) is is_possible
     plan = predict(model, offloading, FIXED, simulated=True)
     assert (plan.managed_total, plan.seconds.wait_managed) == (nbytes, 0)
-    rows = [line.split("  ")[0] for line in _places(plan, budget)]
+    rows = [line.split("  ")[0] for line in _places(plan, ReportHeading("m", "s", "gh", budget))]
     assert rows.count("activations") == 1
 
 
@@ -156,14 +161,45 @@ def test_forced_roles_are_managed_although_everything_fits():
 
 def test_the_report_has_the_place_and_the_cost_of_each_role():
     result = search(smallest_device(CHOICES[1]))
-    heading = ReportHeading("m", "s", "gh", PlanBudget(ROOMY, ROOMY, managed_nbytes=ROOMY))
+    places = describe_places(RunFile(), trained_are_fp32=True)
+    budget = PlanBudget(ROOMY, ROOMY, managed_nbytes=ROOMY)
+    heading = ReportHeading("m", "s", "gh", budget, managed_places=places)
     lines = list(report_lines(result, heading))
     rows = {line.split("  ")[0]: line for line in lines}
     assert "managed, used in place" in rows["moving average"]
     assert " device " in rows["optimizer"]
     assert {"gradients", "trained weights", "activations"} <= rows.keys()
-    assert any("kernels use it over the link" in line for line in lines)
+    assert any("using or moving it over the link" in line for line in lines)
     assert report_json(result, heading)["plan"]["managed"] == ("ema",)
+
+
+@pytest.mark.parametrize(
+    ("access", "conf", "weights", "trained", "ema"),
+    [
+        ("auto", "", "prefetched", "used in place", "used in place"),
+        ("in_place", "", *["used in place"] * 3),
+        ("prefetch", "", *["prefetched"] * 3),
+        ("device", "", *["on the device if it fits"] * 3),
+        ("auto", "uvm_access_pattern:gpu_first", *["on the device if it fits"] * 3),
+        ("auto", "uvm_access_pattern:cpu_first", *["used in place"] * 3),
+        ("auto", "uvm_access_pattern:balanced", *["where it was used last"] * 3),
+    ],
+)
+def test_the_report_says_how_a_role_is_used(monkeypatch, access, conf, weights, trained, ema):
+    monkeypatch.setenv("GRACETUNE_ALLOC_CONF", conf)
+    run = RunFile.model_validate({"gh200_optimizations": {"managed_access": access}})
+    places = describe_places(run, trained_are_fp32=True)
+    found = [places[role] for role in ("weights", "trained", "ema")]
+    assert found == [f"managed, {words}" for words in (weights, trained, ema)]
+
+
+def test_trained_weights_that_are_not_cast_are_prefetched():
+    lora = RunFile.model_validate({"adapter": {}})
+    assert describe_places(lora, trained_are_fp32=False)["trained"] == "managed, used in place"
+    whole = RunFile.model_validate({"adapter": None})
+    assert describe_places(whole, trained_are_fp32=False)["trained"] == "managed, prefetched"
+    uncast = RunFile.model_validate({"adapter": None, "train": {"mixed_precision": "no"}})
+    assert describe_places(uncast, trained_are_fp32=True)["trained"] == "managed, prefetched"
 
 
 def test_choices_of_run_files():
@@ -216,7 +252,8 @@ def test_the_report_has_roles_in_two_places():
     candidate_ = replace(candidate("weights"), slots=2)
     blocks = (replace(candidate_.blocks[0], weights="streamed"), *candidate_.blocks[1:])
     plan = predict(build_model(), replace(candidate_, blocks=blocks), FIXED, simulated=True)
-    heading = PlanBudget(ROOMY, ROOMY, managed_nbytes=ROOMY)
+    budget = PlanBudget(ROOMY, ROOMY, managed_nbytes=ROOMY)
+    heading = ReportHeading("m", "s", "gh", budget)
     (row,) = [line for line in _places(plan, heading) if line.startswith("weights")]
     assert "1 blocks streamed, rest managed" in row
 

@@ -154,6 +154,16 @@ def test_a_run_that_has_ended_keeps_no_managed_memory(train, machine):
         assert machine.memories[number].used_bytes == 0
 
 
+def test_a_run_that_cannot_be_built_keeps_no_managed_memory(train, machine):
+    """Nobody closes its session. The gradients fit, the trained weights do not."""
+    with pytest.raises(ConfigError, match="trained, which does not fit"):
+        train(UVM | {"managed": ["gradients", "trained"], "managed_memory": "6MB"})
+    (driver,) = machine.drivers
+    assert machine.memories.pop()._accounting.peak(Tier.MANAGED) > 0
+    gc.collect()
+    assert driver._memory.promised_bytes() == 0
+
+
 class Slots:
     """The shim's slots for pools: a pool that is not closed keeps its slot."""
 
@@ -589,6 +599,15 @@ def test_of_an_adapters_model_only_resident_weights_are_managed(
     (event,) = recorder.of(ManagedOverflow)
     assert 0 < event.nbytes < everything.nbytes
     assert machine.roles_at_end[-1] == {"weights": event.nbytes}
+
+
+def test_a_state_of_small_tensors_is_named_instead_of_moved(train, machine, recorder):
+    """A LoRA of rank 4 has none of 16 KiB."""
+    train(UVM | {"managed": ["optimizer"], "managed_memory": "1GB"}, adapter={"rank": 4})
+    assert not recorder.of(ManagedOverflow)
+    (text,) = [t for t in recorder.texts() if "cannot be in managed memory" in t]
+    assert "the optimizer state" in text
+    assert "small tensors" in text
 
 
 def test_ranks_keep_gradients_on_the_device(train, machine, recorder):

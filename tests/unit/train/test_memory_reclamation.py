@@ -110,7 +110,7 @@ class SimulatedMachine:
         session.hints_override = False
         session.managed_cap_override = managed_cap or GIB
         session.managed = managed_memory(self.driver, session.accounting, emit)
-        slab = session.managed.allocate("ema", 256 * MIB, "prefetch")
+        slab = session.managed.allocate("ema", 256 * MIB, "device")
         session.managed.prefetch(slab, "device").wait()
         session._pool = gracetune.memory.managed_pool.PoolUnavailable("simulated")
         self.transfer = SimulatedDevice(session)

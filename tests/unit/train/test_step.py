@@ -9,6 +9,7 @@ import torch
 from fakes.managed import managed_memory
 from fakes.platforms import simulated_machine
 
+from gracetune.errors import RunFailedError
 from gracetune.events.run_control import RunControl
 from gracetune.memory.platform import Link
 from gracetune.memory.stats import MemoryAccounting, Tier
@@ -19,9 +20,11 @@ from gracetune.plan.trace import STEP_OPS
 from gracetune.train.accelerator import start_accelerator
 from gracetune.train.build import build_session
 from gracetune.train.run import SignalHandler
+from gracetune.train.run_identity import CHANGEABLE_SETTINGS
 from gracetune.train.step import (
     Ema,
     TrainProgress,
+    _update_weights,
     batch_losses,
     losses_given_noise,
     mark_last,
@@ -325,6 +328,23 @@ def test_the_weights_are_kept_where_there_is_room_while_the_ema_is_in_use(
         assert accounting.current(Tier.MANAGED) == peak
     assert live["w"].tolist() == [4.0] * ODD
     assert accounting.current(Tier.MANAGED) == AVERAGES
+
+
+def test_divided_weights_without_space_for_the_update_end_the_run_with_what_helps():
+    """The other ranks have updated theirs, and no role of such ranks can be in managed memory."""
+
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+
+    ranks = SimpleNamespace(world_size=2, rank=1, name="rank {}".format)
+    stepper = SimpleNamespace(step=full)
+    with pytest.raises(RunFailedError) as caught:
+        _update_weights(SimpleNamespace(ranks=ranks, sharded=object(), stepper=stepper))
+    text = str(caught.value)
+    assert text.startswith("rank 1 ran out of device memory in the optimizer's update (CUDA out of")
+    assert "optimizer.state: host" in text
+    assert "optimizer.state" in CHANGEABLE_SETTINGS, "a resumed run may have another value"
+    assert "plan.device_memory" in text
 
 
 RAMP = {
