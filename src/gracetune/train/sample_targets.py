@@ -16,6 +16,8 @@ reported at once.
 from __future__ import annotations
 
 import difflib
+import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -271,13 +273,13 @@ def _split_strength(text: str) -> tuple[Path, float | None]:
     before, colon, after = text.rpartition(":")
     if not colon or Path(text).exists():
         return Path(text), None
-    try:
-        return Path(before), float(after)
-    except ValueError:
-        raise ConfigError(
-            f"{text}: the strength after the colon is {after!r}, which is not a number. Write it "
-            "as in lora.safetensors:0.8."
-        ) from None
+    with suppress(ValueError):
+        if math.isfinite(strength := float(after)):
+            return Path(before), strength
+    raise ConfigError(
+        f"{text}: the strength after the colon is {after!r}, which is not a finite number. Write "
+        "it as in lora.safetensors:0.8."
+    )
 
 
 def _parse_model(text: str) -> ModelSection:

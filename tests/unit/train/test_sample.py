@@ -386,6 +386,7 @@ def test_the_names_of_files_and_folders_are_those_that_a_run_writes():
         (["{run}", "--at", "x"], "--at is 'x'; it must be `all`, or numbers"),
         (["{run}/missing"], "missing does not exist. Give the folder of a run"),
         (["{run}/adapter:much"], "the strength after the colon is 'much'"),
+        (["{run}/adapter:nan"], "the strength after the colon is 'nan'"),
         (["{run}/validation"], "has neither the settings of a run (run.json) nor an adapter"),
         (["{empty}/lora.safetensors"], "--model is missing: "),
         ([], "--model is missing: nothing is given"),
@@ -398,6 +399,14 @@ def test_the_names_of_files_and_folders_are_those_that_a_run_writes():
         (["{run}", "--seconds", "5"], "--seconds is set, but tiny generates no sounds"),
         (["{run}", "--image", "a.png"], "--image has 2 files, but this tiny uses prompts only"),
         (["{run}", "--prompts", "{empty}/none"], "which cannot be read: "),
+        (["{run}", "--prompts", "{empty}/one.json"], "it is an object. Give a text file"),
+        (["{run}", "--prompt", "caf\udce9"], "--prompts.0 is text with a lone surrogate"),
+        (["{run}", "--guidance", "inf"], "--guidance is inf; it must be a finite number"),
+        (
+            ["{run}", "--seed", str(2**64 - 1)],
+            f"--seed is {2**64 - 1}: value error, a whole number",
+        ),
+        (["{run}", "--out", "{empty}/one.json"], "one.json', which cannot be written"),
         (["{run}", "--device-memory", "lots"], "--device-memory: "),
         (["{run}", "{run}", "--at", "2"], "steps can be chosen for a single run only"),
         (["{empty}"], "has neither the settings of a run"),
@@ -409,6 +418,7 @@ def test_errors_name_the_fix(words, message, trained, tmp_path, capsys):
     (tmp_path / "new").mkdir()
     shutil.copy(folder / "run.json", tmp_path / "new")
     (tmp_path / "lora.safetensors").touch()
+    (tmp_path / "one.json").write_text('{"prompt": "not in a list"}')
     places = {"run": folder, "empty": tmp_path, "new": tmp_path / "new"}
     if words == ["{empty}"]:
         (tmp_path / "lora.safetensors").unlink()
