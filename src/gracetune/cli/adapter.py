@@ -632,7 +632,10 @@ def _read_config(path: Path | None) -> Mapping[str, object] | None:
         raise AdapterError(
             f"--model {path}: {file.name} cannot be read: {error}. Give a transformer's folder."
         ) from error
-    assert isinstance(config, dict)
+    if not isinstance(config, dict):
+        raise AdapterError(
+            f"--model {path}: {file.name} is no model's configuration. Give a transformer's folder."
+        )
     return config
 
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-Resolution = Annotated[int, Field(ge=8)]
+MIN_RESOLUTION = 8
+Resolution = Annotated[int, Field(ge=MIN_RESOLUTION)]
 STAGED_TYPES = frozenset(("in_memory", "shapes"))
 """Values of `datasets[].type` whose files are staged: read into host memory before training."""
 MASK_SETTINGS = {"mask_invert", "mask_background", "mask_normalize"}
