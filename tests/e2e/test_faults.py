@@ -148,6 +148,17 @@ def test_a_bad_batch_is_skipped_recorded_and_skipped_again(tiny_run, recorder, t
         assert torch.equal(weight, expected[name]), name
 
 
+def test_a_new_run_forgets_the_skipped_steps_of_one_that_saved_nothing(
+    tiny_run, recorder, tmp_path
+):
+    images(tmp_path / "data", 8, noise)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/skipped.json").write_text("[3]")  # then it was killed, without a checkpoint
+    for steps in (2, 4):
+        run_training(bad_run(tiny_run, tmp_path, steps, skip_bad_batches=True), sinks=[recorder])
+    assert recorder.of(BatchSkipped) == []
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """Return a folder on a disk of 48 MiB, and a function that leaves so many bytes free."""
