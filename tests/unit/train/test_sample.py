@@ -347,6 +347,21 @@ def test_adapter_files_are_added_with_their_strengths(trained, tmp_path):
     assert_close(found["mine"], validated[3])
 
 
+def test_adapters_of_one_name_are_told_apart(trained, tmp_path):
+    folder, _ = trained
+    texts = [f"{folder}/adapters/step-000001", f"{folder}/adapters/step-000002"]
+    for number, text in enumerate(texts):
+        shutil.copytree(text, tmp_path / str(number) / "lora")
+
+    def labels(*texts):
+        return [one.label for one in find_targets(texts, "tiny", None, compare=True).variants]
+
+    assert labels(*texts) == ["step-000001", "step-000002"]
+    copies = [str(tmp_path / str(number) / "lora") for number in range(2)]
+    assert labels(*copies) == ["0/lora", "1/lora"]
+    assert labels(f"{copies[0]}:0.5", f"{copies[0]}:1") == ["lora:0.5", "lora:1"]
+
+
 def test_an_adapter_file_elsewhere_is_sampled_with_a_named_model(trained, tmp_path):
     folder, _ = trained
     copied = tmp_path / "mine.safetensors"
