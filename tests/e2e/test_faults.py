@@ -159,6 +159,18 @@ def test_a_new_run_forgets_the_skipped_steps_of_one_that_saved_nothing(
     assert recorder.of(BatchSkipped) == []
 
 
+def test_a_run_whose_folder_was_moved_saves_stops_and_can_be_resumed(tiny_run, recorder, tmp_path):
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    run = tiny_run(adapter=LORA, train={"max_train_steps": 12, "checkpoint_every": 4})
+    with pytest.raises(InterruptedRunError, match=r"run was moved or deleted.*is saved"):
+        run_training(run, sinks=[recorder, At(5, lambda: folder.rename(moved))])
+    assert [saved.step for saved in recorder.of(CheckpointSaved)] == [4, 8, 9]
+    assert weights(moved, 4)
+    assert run_training(run, sinks=[recorder]).status == "done"
+    assert [event.step for event in recorder.of(StepDone)] == list(range(1, 13))
+    assert (folder / "run.json").exists()
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """Return a folder on a disk of 48 MiB, and a function that leaves so many bytes free."""
