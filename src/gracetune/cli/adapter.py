@@ -176,6 +176,8 @@ def _inspect(args: argparse.Namespace) -> int:
     from gracetune.adapters.files.inspect import inspect
 
     tables = _key_tables()
+    if args.plot is not None and args.plot.suffix.lower() != ".png":
+        raise AdapterError(f"--plot is {args.plot}; the heat map is a PNG. Give a name in .png.")
     inspection = inspect(args.file, tables, _table_of(args, tables))
     if args.plot is not None:
         draw_norms(inspection, args.plot)
