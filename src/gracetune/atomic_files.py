@@ -16,9 +16,10 @@ import secrets
 import shutil
 import stat
 from contextlib import contextmanager
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
-from gracetune.errors import DiskFullError
+from gracetune.errors import ConfigError, DiskFullError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,6 +108,19 @@ def write_text(path: Path, text: str) -> None:
     """Write or replace a text file atomically."""
     with atomic_file(path) as staging:
         staging.write_text(text, encoding="utf-8")
+
+
+def check_writable(folder: Path, setting: str = "output_dir") -> None:
+    """Create an output folder and check that files can be written there, before work begins."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{setting} is {str(folder)!r}, which cannot be written: {error.strerror or error}. "
+            "Choose a folder that you may write to."
+        ) from error
 
 
 def link_or_copy(source: str, target: str) -> None:

@@ -58,12 +58,17 @@ def test_a_missing_caption_is_named(error_of, folder_run):
     assert "3.png" in error_of("train", write())
 
 
-def test_too_many_unreadable_images_are_an_error(error_of, folder_run):
+def test_too_many_unreadable_images_are_an_error(error_of, folder_run, tmp_path):
     folder, write = folder_run
     (folder / "4.png").write_bytes(b"not a picture")
     message = error_of("train", write())
     assert "4.png" in message
     assert "max_corruption_rate" in message
+    report = tmp_path / "run" / "corruption.json"
+    assert "4.png" in report.read_text()
+    (folder / "4.png").unlink()
+    assert main(["train", str(write())]) == 0
+    assert not report.exists(), "the files are repaired"
 
 
 @pytest.mark.parametrize("kind", ["local", "in_memory"])

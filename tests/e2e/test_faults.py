@@ -148,6 +148,29 @@ def test_a_bad_batch_is_skipped_recorded_and_skipped_again(tiny_run, recorder, t
         assert torch.equal(weight, expected[name]), name
 
 
+def test_a_new_run_forgets_the_skipped_steps_of_one_that_saved_nothing(
+    tiny_run, recorder, tmp_path
+):
+    images(tmp_path / "data", 8, noise)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/skipped.json").write_text("[3]")  # then it was killed, without a checkpoint
+    for steps in (2, 4):
+        run_training(bad_run(tiny_run, tmp_path, steps, skip_bad_batches=True), sinks=[recorder])
+    assert recorder.of(BatchSkipped) == []
+
+
+def test_a_run_whose_folder_was_moved_saves_stops_and_can_be_resumed(tiny_run, recorder, tmp_path):
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    run = tiny_run(adapter=LORA, train={"max_train_steps": 12, "checkpoint_every": 4})
+    with pytest.raises(InterruptedRunError, match=r"run was moved or deleted.*is saved"):
+        run_training(run, sinks=[recorder, At(5, lambda: folder.rename(moved))])
+    assert [saved.step for saved in recorder.of(CheckpointSaved)] == [4, 8, 9]
+    assert weights(moved, 4)
+    assert run_training(run, sinks=[recorder]).status == "done"
+    assert [event.step for event in recorder.of(StepDone)] == list(range(1, 13))
+    assert (folder / "run.json").exists()
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """Return a folder on a disk of 48 MiB, and a function that leaves so many bytes free."""

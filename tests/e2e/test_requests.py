@@ -56,6 +56,8 @@ def requested(tmp_path_factory, tiny_run_in):
         3: [
             ("validate", {"prompts": [{"prompt": "x", "width": 7}]}),
             ("validate", {"prompts": [3]}),
+            ("validate", {"prompts": ["caf\udce9"]}),  # typed in a terminal that is not UTF-8
+            ("validate", {"prompts": [{"prompt": "x", "seed": 2**64}]}),
         ],
         4: [("log", {"every": 2}), ("log", {"every": 0}), ("validate", {})],
         8: [("stop", {})],
@@ -66,13 +68,16 @@ def requested(tmp_path_factory, tiny_run_in):
     return recorder, folder / "run"
 
 
+LAST = ["4-0", "4-1", "4-2", "8-0"]
+
+
 def answers(requested):
     return {event.id: event for event in requested[0].of(RequestTaken)}
 
 
 def test_every_request_has_one_answer(requested):
     ids = [event.id for event in requested[0].of(RequestTaken)]
-    assert sorted(ids) == sorted(["2-0", "2-1", "2-2", "3-0", "3-1", "4-0", "4-1", "4-2", "8-0"])
+    assert sorted(ids) == sorted(["2-0", "2-1", "2-2", *(f"3-{n}" for n in range(4)), *LAST])
     assert {event.source for event in requested[0].of(RequestTaken)} == {"test"}
     assert not (requested[1] / "now" / "listening.json").exists()
 
@@ -93,10 +98,11 @@ def test_prompts_of_a_request_are_validated_in_a_folder_of_their_own(requested):
 
 
 def test_prompts_that_cannot_be_used_are_refused_with_the_reason(requested):
-    wrong_size, wrong_type = answers(requested)["3-0"], answers(requested)["3-1"]
-    assert not wrong_size.accepted
-    assert "multiples of 4" in wrong_size.reason
-    assert not wrong_type.accepted
+    found = answers(requested)
+    reasons = ["multiples of 4", "", "prompts.0 is text with a lone surrogate", "prompts.0.seed is"]
+    for number, reason in enumerate(reasons):
+        assert not found[f"3-{number}"].accepted
+        assert reason in found[f"3-{number}"].reason
 
 
 def test_logging_changes(requested):

@@ -176,6 +176,8 @@ def _inspect(args: argparse.Namespace) -> int:
     from gracetune.adapters.files.inspect import inspect
 
     tables = _key_tables()
+    if args.plot is not None and args.plot.suffix.lower() != ".png":
+        raise AdapterError(f"--plot is {args.plot}; the heat map is a PNG. Give a name in .png.")
     inspection = inspect(args.file, tables, _table_of(args, tables))
     if args.plot is not None:
         draw_norms(inspection, args.plot)
@@ -632,7 +634,10 @@ def _read_config(path: Path | None) -> Mapping[str, object] | None:
         raise AdapterError(
             f"--model {path}: {file.name} cannot be read: {error}. Give a transformer's folder."
         ) from error
-    assert isinstance(config, dict)
+    if not isinstance(config, dict):
+        raise AdapterError(
+            f"--model {path}: {file.name} is no model's configuration. Give a transformer's folder."
+        )
     return config
 
 

@@ -159,7 +159,8 @@ def _capture(args: argparse.Namespace) -> int:
 
 def _train(run_file: str, overrides: Sequence[str], output: Path, number: int) -> Path:
     """Train once in a separate process and folder; keep only the log and return its path."""
-    folder = output / f"run-{number:02d}"
+    # Not a name that a run of the user may have, which would be deleted.
+    folder = output / f".baseline-run-{number:02d}"
     if folder.exists():  # left behind by a capture that was killed
         shutil.rmtree(folder)
     sets = [word for each in (*overrides, f"output_dir={folder}") for word in ("--set", each)]

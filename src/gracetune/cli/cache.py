@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gracetune.atomic_files import check_writable
 from gracetune.cli.main import add_set_argument, read_run
 from gracetune.config.load import load_run_file
 from gracetune.config.parse_text import FORMATS_BY_SUFFIX
@@ -254,7 +255,7 @@ def _fill(run: RunFile, emit: Emit) -> None:
     from gracetune.data.pipeline import DataPipeline
 
     folder = Path(run.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    check_writable(folder)
     with reserve_folder(folder, lambda text: emit(Notice(text, level="warning", fallback=True))):
         transfer = build_batch_transfer(run.gh200_optimizations, _device(), emit)
         DataPipeline(run, _load_family(run, emit), transfer, folder, emit).close()

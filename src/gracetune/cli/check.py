@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gracetune.atomic_files import check_writable
 from gracetune.cli.main import add_run_file_arguments, read_run
 from gracetune.config.checks import check_run
 from gracetune.config.environment import keep_compiled_graphs, prefer_expandable_segments
@@ -72,7 +73,7 @@ def _check(run_file: RunFile, num_blocks: int | None) -> GradientReport | None:
     from gracetune.train.accelerator import start_accelerator
     from gracetune.train.build import build_session
     from gracetune.train.gradient_check import check_gradients
-    from gracetune.train.run import SignalHandler, check_writable
+    from gracetune.train.run import SignalHandler
 
     folder = Path(run_file.output_dir)
     train = run_file.train.model_copy(update={"check_gradients": True})

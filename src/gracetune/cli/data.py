@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune.cli.main import read_run
-from gracetune.config.dataset_schema import DatasetSection
+from gracetune.config.dataset_schema import MIN_RESOLUTION, DatasetSection
 from gracetune.config.parse_text import FORMATS_BY_SUFFIX
 from gracetune.config.presets import FAMILY_PRESETS, WAN_5B
 from gracetune.data.dataset_report import (
@@ -101,11 +101,16 @@ def _check_folder(args: argparse.Namespace, emit: Emit) -> DatasetReport:
     family = args.family or DEFAULT_FAMILY
     kind = args.type or find_kind(args.where)
     preset = FAMILY_PRESETS[family]
+    resolution = args.resolution
+    if resolution is None:
+        resolution = max(size.resolution for size in preset.sizes.values())
+    elif resolution < MIN_RESOLUTION:
+        raise ConfigError(f"--resolution is {resolution}; it must be at least {MIN_RESOLUTION}.")
     settings: dict[str, object] = {
         "id": Path(args.where).name or "data",
         "dataset_type": kind,
         "instance_data_dir": args.where,
-        "resolution": args.resolution or max(size.resolution for size in preset.sizes.values()),
+        "resolution": resolution,
     }
     section = DatasetSection.model_validate(settings)
     return check_dataset(section, 0, preset.pixel_step, emit)

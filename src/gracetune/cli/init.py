@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
+
 from gracetune.atomic_files import write_text
 from gracetune.config.checks import check_run
-from gracetune.config.dataset_schema import DatasetSection
+from gracetune.config.dataset_schema import TRIGGER, DatasetSection
 from gracetune.config.load import load_run_text
 from gracetune.config.parse_text import FORMATS_BY_SUFFIX
 from gracetune.config.presets import (
@@ -373,9 +375,18 @@ def _memory(
 
 
 def _trigger(args: argparse.Namespace, questions: Questions, goal: Goal) -> str | None:
-    if args.trigger is not None or not GOAL_PRESETS[goal].needs_trigger:
-        return str(args.trigger).strip() if args.trigger else None
-    return questions.ask("Trigger word, a rare word that stands for it", "ohwx")
+    word: str | None = args.trigger
+    if word is None and GOAL_PRESETS[goal].needs_trigger:
+        word = questions.ask("Trigger word, a rare word that stands for it", "ohwx")
+    if not word:
+        return None
+    try:
+        return DatasetSection(trigger_word=word).trigger_word
+    except ValidationError:
+        raise ConfigError(
+            f"--trigger is {word!r}; it must be a word that is not empty and does not contain "
+            f"{TRIGGER}."
+        ) from None
 
 
 # Writing

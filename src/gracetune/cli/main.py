@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
 from gracetune import __version__
-from gracetune.errors import GracetuneError, redact_urls
+from gracetune.errors import ConfigError, GracetuneError, redact_urls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,6 +54,8 @@ VERBS = {
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 """Exit code if the reader of our output has closed the pipe: 128 + SIGPIPE."""
+UNUSABLE_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR)
+"""Errors of the system that are about a path, which the user has chosen."""
 
 
 class Verb(Protocol):
@@ -97,6 +99,12 @@ def run_guarded(call: Callable[[], int]) -> int:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             _print_error(f"{error}. Free some disk space, then run the same command again.")
             return 1
+        if isinstance(error, OSError) and error.errno in UNUSABLE_PATH and error.filename:
+            _print_error(
+                f"{_named_path(error)} cannot be read or written: {error.strerror}. Name another "
+                "path, or change its permissions."
+            )
+            return ConfigError.exit_code
         print(redact_urls(traceback.format_exc()), end="", file=sys.stderr)
         _print_error(
             "this is a bug in gracetune, not a mistake in your input. Please report it with the "
@@ -147,6 +155,12 @@ def _print_error(text: str) -> None:
         print(f"gracetune: {text}", file=sys.stderr, flush=True)
     except OSError:  # the terminal was closed; the exit code still tells
         _discard_output()
+
+
+def _named_path(error: OSError) -> str:
+    """Return the path of an error; the folder, if it is a staging file with a name of our own."""
+    path, _, name = os.fsdecode(error.filename).rpartition("/")
+    return path or "." if name.endswith(".staging") else os.fsdecode(error.filename)
 
 
 def _output_is_closed() -> bool:

@@ -12,6 +12,7 @@ from gracetune.cli.main import read_run
 from gracetune.config.aliases import replace_trigger
 from gracetune.config.dataset_schema import TRIGGER
 from gracetune.config.environment import prefer_expandable_segments
+from gracetune.config.parse_text import check_value, describe_type
 from gracetune.config.schema import PlanSection, ValidationSection
 from gracetune.errors import ConfigError
 from gracetune.units import parse_bytes
@@ -178,7 +179,10 @@ def _read_prompts(args: argparse.Namespace) -> tuple[str | PromptSection, ...]:
         try:
             text = args.prompts.read_text(encoding="utf-8")
             if args.prompts.suffix == ".json":
-                prompts += json.loads(text)
+                listed = json.loads(text)
+                if not isinstance(listed, list):
+                    raise TypeError(f"it is {describe_type(listed)}")
+                prompts += listed
             else:
                 lines = (line.strip() for line in text.splitlines())
                 prompts += [line for line in lines if line and not line.startswith("#")]
@@ -288,6 +292,8 @@ def _settings(values: dict[str, object]) -> ValidationSection:
     """Check values of the section `validation`; an error names the option of the command line."""
     from pydantic import ValidationError
 
+    for name, value in values.items():
+        check_value(value, OPTIONS.get(name, f"--{name}"))
     try:
         return ValidationSection.model_validate(values)
     except ValidationError as error:

@@ -162,12 +162,16 @@ def fill_trigger_word(draft: Draft) -> None:
     """
     datasets = draft.tree.get("datasets")
     sections = datasets if isinstance(datasets, list) else []
-    found = {d.get("trigger_word") for d in sections if isinstance(d, dict)}
-    words = [word.strip() for word in found if isinstance(word, str)]
+    words = {
+        word.strip()
+        for section in sections
+        if isinstance(section, dict) and isinstance(word := section.get("trigger_word"), str)
+    }
     prompts = draft.get("validation.prompts")
     if len(words) != 1 or not isinstance(prompts, list):
         return
-    prompts[:] = [replace_trigger(prompt, words[0]) for prompt in prompts]
+    (word,) = words
+    prompts[:] = [replace_trigger(prompt, word) for prompt in prompts]
 
 
 def replace_trigger(prompt: object, word: str) -> object:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-Resolution = Annotated[int, Field(ge=8)]
+MIN_RESOLUTION = 8
+Resolution = Annotated[int, Field(ge=MIN_RESOLUTION)]
 STAGED_TYPES = frozenset(("in_memory", "shapes"))
 """Values of `datasets[].type` whose files are staged: read into host memory before training."""
 MASK_SETTINGS = {"mask_invert", "mask_background", "mask_normalize"}
@@ -83,7 +84,7 @@ class InMemorySection(Section):
     """Compression of the files that are kept in host memory. `auto` tries some files of each suffix
     and compresses the suffixes whose files become at least 5 % smaller; useful for text and raw
     data, not for JPEG or MP4. Default: `none` for the dataset type `in_memory`, else `auto`."""
-    num_workers: PositiveInt | None = None
+    num_workers: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Number of threads that read files. Default: the number of CPUs, at most 72."""
     chunk_size: PositiveInt | None = None
     """Largest number of files that a thread reads at a time. Default: chosen so that all threads

@@ -128,9 +128,17 @@ def walk(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
     if isinstance(value, dict):
         for key, child in value.items():
             yield from walk(child, (*path, key))
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         for index, child in enumerate(value):
             yield from walk(child, (*path, index))
+
+
+def check_value(value: object, name: str) -> None:
+    """Raise an error if a value from outside of a run file has a number or text that is invalid."""
+    for path, each in walk(value):
+        fault = find_fault(each)
+        if fault is not None:
+            raise ConfigError(f"{dotted((name, *path))} is {fault}.")
 
 
 def dotted(path: KeyPath) -> str:

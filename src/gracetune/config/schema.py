@@ -23,6 +23,7 @@ from gracetune.config.schema_base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    Seed,
 )
 from gracetune.errors import ConfigError, hide_path
 from gracetune.models.registry import FAMILIES
@@ -105,7 +106,7 @@ class ModelSection(Section):
     task: Literal["auto", "text", "image"] = "auto"
     """Input that the model generates from, for models that can do both: `text` alone, or an `image`
     and text. `auto`: the task that the model was released for."""
-    init_seed: int = 0
+    init_seed: Seed = 0
     """Seed of the random initial weights of the model family `tiny`, if `path` is not set."""
     attention_mechanism: str = "auto"
     """Attention backend, such as `sdpa`, `cudnn` or `flash_attn_3`. `auto` measures the installed
@@ -409,7 +410,7 @@ class PromptSection(Section):
     """Text to generate a sample from."""
     negative_prompt: str | None = None
     """Text that the sample is steered away from. Default: `validation.negative_prompt`."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Seed of the sample's initial noise. Default: `validation.seed` plus the number of prompts
     before this one."""
     width: PositiveInt | None = None
@@ -447,7 +448,7 @@ class ValidationSection(Section):
     the empty prompt."""
     num_prompts: PositiveInt = 4
     """Number of captions to use as prompts if `prompts` is not set."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the first prompt's initial noise; each further prompt uses the next integer."""
     sample_steps: PositiveInt = 24
     """Number of denoising steps per sample. More steps take longer and look better."""

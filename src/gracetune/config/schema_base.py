@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from gracetune.errors import redact_urls
 
@@ -12,6 +19,16 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+def _check_seed(value: int) -> int:
+    if not -(2**63) <= value <= 2**64 - 2**16:  # torch's limits; prompts count up from a seed
+        raise ValueError("a whole number from -2^63 to 2^64 - 2^16")
+    return value
+
+
+Seed = Annotated[int, AfterValidator(_check_seed)]
+"""A seed of one of torch's random generators."""
 Scalar = str | int | float | bool | None
 
 
@@ -21,7 +38,9 @@ class Section(BaseModel):
     As JSON, a section has no credentials: those in URLs and in `remote.options` are replaced.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @model_serializer(mode="wrap", when_used="json")
     def _without_credentials(self, handler: SerializerFunctionWrapHandler) -> Any:

@@ -111,6 +111,17 @@ def _owner(descriptor: int) -> str:
         time.sleep(0.01)
 
 
+def _lock_owner(folder: Path) -> int | None:
+    """Return the process id in the lock file of a folder; None without a file, 0 if unreadable."""
+    try:
+        pid, _ = json.loads((folder / LOCK_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError):
+        return 0
+    return pid if isinstance(pid, int) else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request to a run, as it was read from its file."""
@@ -158,6 +169,8 @@ class RunControl:
         self._requests = os.fspath(self._folder / REQUESTS_FOLDER)
         self._verbs: tuple[str, ...] = VERBS
         self._open = False
+        self._is_reserved = False
+        """True if this process had reserved the output folder when `open` was called."""
         self._stuck: set[str] = set()
         """Paths that cannot be read or deleted; each is refused once, not after every step."""
 
@@ -178,6 +191,24 @@ class RunControl:
         self.take_requests()
         write_text(self._folder / "listening.json", json.dumps(asdict(listener)))
         self._open = True
+        self._is_reserved = _lock_owner(self._folder.parent) == pid
+
+    def has_lost_folder(self) -> bool:
+        """Return True if the output folder was moved or deleted after `open`.
+
+        Raises if another process has reserved a folder in its place.
+        """
+        folder = self._folder.parent
+        owner = _lock_owner(folder) if self._is_reserved else 0
+        if owner in (None, 0, os.getpid()):
+            return owner is None
+        self._open = False  # the files in it belong to the other process
+        raise RunFailedError(
+            f"output_dir is {str(folder)!r}, which was moved or deleted while this run trained, "
+            f"and process {owner} has started another run in its place. This run ends without "
+            "writing to it. Its earlier checkpoints are in the folder that was moved: move it to "
+            "an output_dir of its own, and start the run again to continue."
+        )
 
     @contextmanager
     def listening(self, verbs: Iterable[str], is_main: bool = True) -> Iterator[Self]:

@@ -126,8 +126,8 @@ def recording_crashes(folder: Path) -> Iterator[None]:
             yield
         finally:
             faulthandler.disable()
-            if path.stat().st_size == 0:
-                path.unlink()
+            if os.fstat(file.fileno()).st_size == 0:
+                path.unlink(missing_ok=True)  # the folder may have been moved
 
 
 def explain_previous_end(

@@ -388,6 +388,8 @@ def _save(
     """
     metrics.flush()
     metrics.telemetry.note(progress.step, "saving")
+    if session.state.ranks.is_main:
+        _check_folder(session, metrics.telemetry)
     if is_last:
         metrics.telemetry.before_stop(progress.step)
     _check_ranks_have_same_weights(session, progress.step)
@@ -400,6 +402,20 @@ def _save(
     session.writer.save(snapshot, adapter, reason, in_background=not is_last)
     metrics.telemetry.note(progress.step, "training")
     metrics.restart_clock()
+
+
+def _check_folder(session: Session, telemetry: Telemetry) -> None:
+    """Let the run stop if its output folder was moved or deleted; raise if another run is there.
+
+    The checkpoint is saved to a new folder, which lacks the lock, the settings and the log.
+    """
+    if not session.control.has_lost_folder() or telemetry.stop_reason:
+        return
+    telemetry.stop_reason = (
+        f"output_dir {session.state.run.output_dir} was moved or deleted while the run trained"
+    )
+    text = f"{telemetry.stop_reason}; it is created anew for this checkpoint"
+    session.emit(Notice(text, level="warning"))
 
 
 def _check_ranks_have_same_weights(session: Session, step: int) -> None:

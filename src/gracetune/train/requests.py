@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from pydantic import TypeAdapter
 
+from gracetune.config.parse_text import check_value
 from gracetune.config.schema import PromptSection
 from gracetune.errors import GracetuneError
 from gracetune.events.types import RequestTaken
@@ -140,7 +141,9 @@ class RequestInbox:
 
     def _encode_here(self, request: Request) -> tuple[ValidationSetup, str]:
         session, started_at = self._session, time.monotonic()
-        prompts = ACCEPTED_PROMPTS.validate_python(_as_list(request.arguments["prompts"]))
+        given = _as_list(request.arguments["prompts"])
+        check_value(given, "prompts")  # a tokenizer fails in its own way
+        prompts = ACCEPTED_PROMPTS.validate_python(given)
         if len(prompts) > MAX_PROMPTS:
             raise GracetuneError(f"it has {len(prompts)} prompts, but at most {MAX_PROMPTS} are.")
         family, validation = session.state.family, session.validation

@@ -14,11 +14,10 @@ import sys
 import time
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
-from gracetune.atomic_files import full_disk_named, write_text
+from gracetune.atomic_files import check_writable, full_disk_named, write_text
 from gracetune.config.environment import process_environment
 from gracetune.config.load import resolved_json
 from gracetune.config.schema import RunFile
@@ -185,19 +184,6 @@ def run_training(
 
 
 # Checks before anything is loaded
-
-
-def check_writable(folder: Path) -> None:
-    """Create the output folder and check that files can be written there, before training."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"output_dir is {str(folder)!r}, which cannot be written: {error.strerror or error}. "
-            "Choose a folder that you may write to."
-        ) from error
 
 
 def find_resume_point(

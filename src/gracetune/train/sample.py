@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gracetune import __version__
-from gracetune.atomic_files import atomic_file
+from gracetune.atomic_files import atomic_file, check_writable
 from gracetune.data.pipeline import tiling_rule
 from gracetune.errors import AdapterError, CheckpointError, RunFailedError
 from gracetune.events.types import Notice
@@ -106,6 +106,7 @@ def sample_all(
         ignored = ignored_negatives(planned, family, names)
         if ignored:
             emit(Notice(ignored, level="warning"))
+        check_writable(out, "--out")
         requests = sampler.encode(planned, names)
         written: list[Path] = []
         rows: list[tuple[str, list[Image.Image]]] = []
@@ -454,7 +455,6 @@ def _slug(one: PlannedPrompt) -> str:
 
 def _free_name(folder: Path, name: str) -> str:
     """Return a name without suffix that no file in the folder has; nothing is overwritten."""
-    folder.mkdir(parents=True, exist_ok=True)
     taken = {path.stem for path in folder.iterdir()}
     numbered = (f"{name}-{number}" for number in range(2, len(taken) + 3))
     return name if name not in taken else next(each for each in numbered if each not in taken)

@@ -16,6 +16,8 @@ reported at once.
 from __future__ import annotations
 
 import difflib
+import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -137,7 +139,7 @@ def find_targets(
     if not targets:
         return SampleTargets(run, (Variant("base model", "base"),), folder)
     adapters = [_adapter_of(target) for target in targets]
-    labels = [_label(target) for target in targets]
+    labels = _labels(targets)
     if compare:
         variants = [
             Variant(label, _file_name(label), adapters=(files,))
@@ -271,13 +273,13 @@ def _split_strength(text: str) -> tuple[Path, float | None]:
     before, colon, after = text.rpartition(":")
     if not colon or Path(text).exists():
         return Path(text), None
-    try:
-        return Path(before), float(after)
-    except ValueError:
-        raise ConfigError(
-            f"{text}: the strength after the colon is {after!r}, which is not a number. Write it "
-            "as in lora.safetensors:0.8."
-        ) from None
+    with suppress(ValueError):
+        if math.isfinite(strength := float(after)):
+            return Path(before), strength
+    raise ConfigError(
+        f"{text}: the strength after the colon is {after!r}, which is not a finite number. Write "
+        "it as in lora.safetensors:0.8."
+    )
 
 
 def _parse_model(text: str) -> ModelSection:
@@ -355,15 +357,27 @@ def _adapter_of(target: _Target) -> AdapterFiles:
     return AdapterFiles(_files_in(adapters[step]), strength)
 
 
-def _label(target: _Target) -> str:
-    """Return a short name of a target: without a file name that says nothing."""
-    path, _ = _split_strength(target.text)
+def _labels(targets: Sequence[_Target]) -> list[str]:
+    """Return a short name of each target: as few last parts of its path as make all differ."""
+    paths = [_path_that_says_something(target) for target in targets]
+    strengths = ["" if t.strength is None else f":{t.strength:g}" for t in targets]
+    labels: list[str] = []
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        parts = [Path(*path.parts[-count:]) for path in paths]
+        labels = [f"{path}{strength}" for path, strength in zip(parts, strengths, strict=True)]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
+
+
+def _path_that_says_something(target: _Target) -> Path:
+    """Return the path of a target without a suffix or a file name that every adapter has."""
+    path = _split_strength(target.text)[0].absolute()
     if path.name in FIXED_NAMES:
         path = path.parent
     if path.name == "adapter":
         path = path.parent
-    strength = "" if target.strength is None else f":{target.strength:g}"
-    return f"{path.stem if path.suffix == '.safetensors' else path.name}{strength}"
+    return path.with_suffix("") if path.suffix == ".safetensors" else path
 
 
 def _file_name(label: str) -> str:

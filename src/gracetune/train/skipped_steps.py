@@ -50,6 +50,8 @@ class StepSkips:
         """`saved` are the skipped steps of the checkpoint to resume from; None for a new run."""
         self._path = folder / SKIPPED_FILE
         self._is_main = ranks.is_main
+        if saved is None and self._is_main:  # a run without a checkpoint may have ended here
+            self._path.unlink(missing_ok=True)
         recorded = [] if saved is None else [*saved, *self._read()]
         self.steps: list[int] = sorted(set(ranks.broadcast(recorded)))
         """Numbers of the steps that are skipped, counted from 1."""

@@ -96,7 +96,7 @@ class Telemetry:
         the main rank.
         """
         self.stop_reason = ""
-        """Why the run must stop, from a health check; empty if it need not. Same on all ranks."""
+        """Why the run must stop; empty if it need not. A health check sets it on all ranks."""
         self._session = session
         self._ranks = session.state.ranks
         self._emit = session.emit

@@ -465,6 +465,10 @@ def test_check_uses_the_config_of_a_model(capsys, lora, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"surprise": 1}))
     assert "surprise" in run(capsys, "check", lora, "--model", tmp_path, code=2)
     assert "cannot be read" in _error(capsys, "check", lora, "--model", tmp_path / "nowhere.json")
+    (tmp_path / "config.json").write_text("[1]")
+    word = _error(capsys, "inspect", lora, "--plot", lora)
+    assert "the heat map is a PNG" in word, "an adapter must not be overwritten"
+    assert "is no model's configuration" in _error(capsys, "check", lora, "--model", tmp_path)
 
 
 @pytest.mark.parametrize("make", [make_lora, make_lokr])

@@ -59,6 +59,8 @@ def test_capture_runs_and_compare_reads_it(run_file, tmp_path, capsys, monkeypat
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tools), prepend=":")
     output = tmp_path / "base"
+    for name in (".baseline-run-01", "run-01"):  # of a killed capture, and of the user
+        (output / name / "checkpoints").mkdir(parents=True)
     words = ["baseline", "capture", str(run_file), "--output", str(output), "--repeats", "2"]
     assert main([*words, "--set", "train.max_train_steps=4"]) == 0
     assert "run 2 of 2: " in capsys.readouterr().out
@@ -72,7 +74,8 @@ def test_capture_runs_and_compare_reads_it(run_file, tmp_path, capsys, monkeypat
     assert first["host_peak_bytes"] > 10**7
     assert "throughput" in (output / "baseline_report.txt").read_text()
     assert (output / "nvidia_smi.log").read_text() == "busy\n"
-    assert sorted(path.name for path in output.iterdir() if "run-" in path.name) == []
+    assert sorted(path.name for path in output.iterdir() if "run-" in path.name) == ["run-01"]
+    assert (output / "run-01/checkpoints").is_dir()
 
     assert main(words) == 2, "an existing baseline was replaced"
     assert "Add --replace" in capsys.readouterr().err
@@ -86,7 +89,6 @@ def test_capture_runs_and_compare_reads_it(run_file, tmp_path, capsys, monkeypat
 @pytest.mark.slow
 def test_a_failing_run_file_gives_no_baseline(run_file, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "baseline/run-01").mkdir(parents=True)  # left behind by a killed capture
     words = ["baseline", "capture", str(run_file), "--set", "model.path=nowhere"]
     assert main(words) == 1
     shown = capsys.readouterr().err

@@ -112,6 +112,12 @@ def test_building_in_the_folder_of_a_running_run_is_refused(root, capsys):
     assert f"in use by process {os.getpid()} on " in capsys.readouterr().err
 
 
+def test_building_where_no_folder_can_be_is_refused(root, capsys):
+    words = ["--set", f"output_dir={root / 'run.json'}"]
+    assert main(["cache", "build", str(root / "run.json"), *words]) == 2
+    assert "run.json', which cannot be written" in capsys.readouterr().err
+
+
 def test_an_index_that_cannot_be_opened_is_rebuilt(root, capsys):
     main(["cache", "build", str(root / "run.json")])
     index = root / "cache" / "latents" / "index.sqlite"

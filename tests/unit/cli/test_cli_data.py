@@ -221,6 +221,12 @@ def test_a_missing_folder_is_a_problem(tmp_path, capsys) -> None:
     assert "nowhere" in answer["datasets"][0]["problems"][0]
 
 
+@pytest.mark.parametrize("resolution", ["0", "7"])
+def test_a_resolution_that_no_run_may_have_is_refused(folder, capsys, resolution) -> None:
+    assert main(["data", "check", str(folder), "--resolution", resolution]) == 2
+    assert f"--resolution is {resolution}; it must be at least 8." in capsys.readouterr().err
+
+
 def test_checking_does_not_load_torch(folder) -> None:
     script = (
         "import sys; from gracetune.cli.main import main\n"

@@ -154,6 +154,13 @@ def test_the_output_folder_of_another_run_is_not_used(shared) -> None:
     assert loaded().output_dir == "runs/mine-2"
 
 
+@pytest.mark.parametrize("word", [" ", "the [trigger]"])
+def test_a_trigger_word_that_no_run_may_have_is_refused(shared, word) -> None:
+    with pytest.raises(ConfigError, match=r"--trigger is '.*'; it must be a word"):
+        call(shared, "--family", "tiny", "--trigger", word, "--out", "mine.yaml")
+    assert not Path("mine.yaml").exists()
+
+
 @pytest.mark.parametrize(("one", "other"), [("before", "after"), ("my_source", "edited")])
 def test_two_folders_of_the_same_names_are_an_edit(one, other) -> None:
     write_images(Path("pairs") / one, caption=None)

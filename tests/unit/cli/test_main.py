@@ -135,6 +135,23 @@ def test_a_full_disk_is_not_reported_as_a_bug(
     assert "No space left on device: '/data/x'. Free some disk space, then run" in line
 
 
+@pytest.mark.parametrize(
+    ("number", "path", "shown"),
+    [
+        (errno.EACCES, "/root/report.html", "/root/report.html"),
+        (errno.EROFS, "/cdrom/.report.html.7-ab.staging", "/cdrom"),
+        (errno.ENAMETOOLONG, ".x.staging", "."),
+    ],
+)
+def test_a_path_that_cannot_be_used_is_not_reported_as_a_bug(
+    verb: ModuleType, capsys: pytest.CaptureFixture[str], number: int, path: str, shown: str
+) -> None:
+    verb.run = raising(OSError(number, os.strerror(number), path))
+    assert cli.main(["play"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"gracetune: {shown} cannot be read or written: {os.strerror(number)}.")
+
+
 def test_allocator_settings_of_the_forks_are_removed_before_a_verb_runs(
     verb: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -279,7 +279,7 @@ def test_settings_with_an_effect_are_not_reported(sections):
 
 def test_the_trigger_word_replaces_its_placeholder_in_prompts():
     text = (
-        '{"datasets": [{"instance_data_dir": "d", "trigger_word": " ohwx "}],'
+        '{"datasets": [{"trigger_word": " ohwx "}, {"id": "b", "trigger_word": "ohwx"}],'
         ' "validation": {"prompts": ["a photo of [trigger]", "a cat"]}}'
     )
     run = load_run_text(text, "json", "run.json", environment={}).run
@@ -320,9 +320,15 @@ def test_caption_settings_without_effect_are_remarked(settings, remark):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"caption_extension": "../x"}, {"caption_extension": ""}, {"trigger_word": " "}]
+    "settings",
+    [
+        {"caption_extension": "../x"},
+        {"caption_extension": ""},
+        {"trigger_word": " "},
+        {"trigger_word": ["x", "y"]},
+    ],
 )
 def test_unusable_caption_settings_are_refused(settings):
-    text = json.dumps({"datasets": [settings]})
-    with pytest.raises(ConfigError, match="it must be a"):
+    text = json.dumps({"datasets": [settings], "validation": {"prompts": ["[trigger]"]}})
+    with pytest.raises(ConfigError, match=r"it must be (a|text)"):
         load_run_text(text, "json", "run.json", environment={})

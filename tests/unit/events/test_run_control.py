@@ -39,6 +39,22 @@ def verbs(control: RunControl) -> list[str]:
     return [request.verb for request in control.take_requests()]
 
 
+def test_a_folder_that_was_moved_is_noticed_and_that_of_another_run_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    folder.mkdir()
+    with reserve_folder(folder, print), RunControl(folder).listening(["stop"]) as control:
+        assert not control.has_lost_folder()
+        folder.rename(moved)
+        assert control.has_lost_folder()
+        dead_listener(folder)
+        (folder / ".lock").write_text('[1, "elsewhere"]')
+        with pytest.raises(RunFailedError, match=r"process 1 has started another run.*was moved"):
+            control.has_lost_folder()
+    assert (folder / "now/listening.json").exists()
+
+
 def test_a_request_is_taken_once(tmp_path: Path) -> None:
     control = RunControl(tmp_path)
     control.open(os.getpid())

@@ -135,6 +135,8 @@ def test_no_crash_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr("faulthandler.disable", lambda: None)
     with recording_crashes(tmp_path):
         pass
+    with recording_crashes(tmp_path):
+        (tmp_path / "crash.txt").unlink()  # with the folder, for example
     with pytest.raises(InterruptedRunError), recording_crashes(tmp_path):
         raise InterruptedRunError("stopped after step 7")
     assert list(tmp_path.iterdir()) == []

@@ -347,6 +347,21 @@ def test_adapter_files_are_added_with_their_strengths(trained, tmp_path):
     assert_close(found["mine"], validated[3])
 
 
+def test_adapters_of_one_name_are_told_apart(trained, tmp_path):
+    folder, _ = trained
+    texts = [f"{folder}/adapters/step-000001", f"{folder}/adapters/step-000002"]
+    for number, text in enumerate(texts):
+        shutil.copytree(text, tmp_path / str(number) / "lora")
+
+    def labels(*texts):
+        return [one.label for one in find_targets(texts, "tiny", None, compare=True).variants]
+
+    assert labels(*texts) == ["step-000001", "step-000002"]
+    copies = [str(tmp_path / str(number) / "lora") for number in range(2)]
+    assert labels(*copies) == ["0/lora", "1/lora"]
+    assert labels(f"{copies[0]}:0.5", f"{copies[0]}:1") == ["lora:0.5", "lora:1"]
+
+
 def test_an_adapter_file_elsewhere_is_sampled_with_a_named_model(trained, tmp_path):
     folder, _ = trained
     copied = tmp_path / "mine.safetensors"
@@ -386,6 +401,7 @@ def test_the_names_of_files_and_folders_are_those_that_a_run_writes():
         (["{run}", "--at", "x"], "--at is 'x'; it must be `all`, or numbers"),
         (["{run}/missing"], "missing does not exist. Give the folder of a run"),
         (["{run}/adapter:much"], "the strength after the colon is 'much'"),
+        (["{run}/adapter:nan"], "the strength after the colon is 'nan'"),
         (["{run}/validation"], "has neither the settings of a run (run.json) nor an adapter"),
         (["{empty}/lora.safetensors"], "--model is missing: "),
         ([], "--model is missing: nothing is given"),
@@ -398,6 +414,14 @@ def test_the_names_of_files_and_folders_are_those_that_a_run_writes():
         (["{run}", "--seconds", "5"], "--seconds is set, but tiny generates no sounds"),
         (["{run}", "--image", "a.png"], "--image has 2 files, but this tiny uses prompts only"),
         (["{run}", "--prompts", "{empty}/none"], "which cannot be read: "),
+        (["{run}", "--prompts", "{empty}/one.json"], "it is an object. Give a text file"),
+        (["{run}", "--prompt", "caf\udce9"], "--prompts.0 is text with a lone surrogate"),
+        (["{run}", "--guidance", "inf"], "--guidance is inf; it must be a finite number"),
+        (
+            ["{run}", "--seed", str(2**64 - 1)],
+            f"--seed is {2**64 - 1}: value error, a whole number",
+        ),
+        (["{run}", "--out", "{empty}/one.json"], "one.json', which cannot be written"),
         (["{run}", "--device-memory", "lots"], "--device-memory: "),
         (["{run}", "{run}", "--at", "2"], "steps can be chosen for a single run only"),
         (["{empty}"], "has neither the settings of a run"),
@@ -409,6 +433,7 @@ def test_errors_name_the_fix(words, message, trained, tmp_path, capsys):
     (tmp_path / "new").mkdir()
     shutil.copy(folder / "run.json", tmp_path / "new")
     (tmp_path / "lora.safetensors").touch()
+    (tmp_path / "one.json").write_text('{"prompt": "not in a list"}')
     places = {"run": folder, "empty": tmp_path, "new": tmp_path / "new"}
     if words == ["{empty}"]:
         (tmp_path / "lora.safetensors").unlink()
