@@ -365,7 +365,7 @@ def signed_sines(sin: Tensor) -> Tensor:
     """
     # Computed on the device: copying a Python list there would make the CPU wait for the GPU.
     signs = torch.arange(-1, 2, 2, device=sin.device, dtype=torch.int32)
-    return (sin.unflatten(-1, (-1, 2)) * signs).flatten(-2)
+    return (torch.unflatten(sin, -1, (-1, 2)) * signs).flatten(-2)
 
 
 def _tables(rotary_emb: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
