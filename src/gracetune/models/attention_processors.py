@@ -135,11 +135,12 @@ class FusedWanAttnProcessor(FusedProcessor, WanAttnProcessor):  # type: ignore[m
         else:
             query, key, value = self.shared_qkv(hidden_states)
         heads = (attn.heads, -1)
+        cos, sin = rotary_emb[0], signed_sines(rotary_emb[1])
         mixed = _attend(
             self,
             (
-                apply_rotary_emb(attn.norm_q(query).unflatten(2, heads), *rotary_emb),
-                apply_rotary_emb(attn.norm_k(key).unflatten(2, heads), *rotary_emb),
+                apply_rotary_emb(attn.norm_q(query).unflatten(2, heads), cos, sin),
+                apply_rotary_emb(attn.norm_k(key).unflatten(2, heads), cos, sin),
                 value.unflatten(2, heads),
             ),
             attention_mask,
@@ -198,7 +199,7 @@ class FusedFluxAttnProcessor(_TwoStreamProcessor, FluxAttnProcessor):  # type: i
             query = torch.cat([attn.norm_added_q(text_query), query], dim=1)
             key = torch.cat([attn.norm_added_k(text_key), key], dim=1)
             value = torch.cat([text_value, value], dim=1)
-        cos, sin = (table[None, :, None] for table in image_rotary_emb)
+        cos, sin = _tables(image_rotary_emb)
         mixed = _attend(
             self,
             (apply_rotary_emb(query, cos, sin), apply_rotary_emb(key, cos, sin), value),
@@ -300,7 +301,7 @@ class FusedFlux2AttnProcessor(FusedProcessor, Flux2AttnProcessor):  # type: igno
         query = torch.cat([attn.norm_added_q(text[0]), attn.norm_q(image[0])], dim=1)
         key = torch.cat([attn.norm_added_k(text[1]), attn.norm_k(image[1])], dim=1)
         value = torch.cat([text[2], image[2]], dim=1)
-        cos, sin = (table[None, :, None] for table in image_rotary_emb)
+        cos, sin = _tables(image_rotary_emb)
         qkv = apply_rotary_emb(query, cos, sin), apply_rotary_emb(key, cos, sin), value
         mixed = _attend(self, qkv, attention_mask)
         length = encoder_hidden_states.shape[1]
@@ -330,7 +331,7 @@ class FusedFlux2ParallelSelfAttnProcessor(FusedProcessor, Flux2ParallelSelfAttnP
             [3 * attn.inner_dim, attn.mlp_hidden_dim * attn.mlp_mult_factor], dim=-1
         )
         query, key, value = (x.unflatten(-1, (-1, attn.head_dim)) for x in qkv.chunk(3, dim=-1))
-        cos, sin = (table[None, :, None] for table in image_rotary_emb)
+        cos, sin = _tables(image_rotary_emb)
         rotated = [apply_rotary_emb(x, cos, sin) for x in (attn.norm_q(query), attn.norm_k(key))]
         mixed = _attend(self, (rotated[0], rotated[1], value), attention_mask)
         out: Tensor = attn.to_out(torch.cat([mixed, attn.mlp_act_fn(mlp)], dim=-1))
@@ -351,17 +352,35 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RoPE: rotate each pair of neighbouring elements by its angle.
 
     `cos` and `sin` hold the cosine and sine of each angle twice, once for each element of a pair.
+    The sines have the signs of `signed_sines`.
     """
     neighbours = torch.unflatten(x, -1, (-1, 2)).flip(-1).flatten(-2)
+    return (x * cos + neighbours * sin).type_as(x)
+
+
+def signed_sines(sin: Tensor) -> Tensor:
+    """Return the sines of RoPE, negated for the first element of each pair.
+
+    Compute them once for query and key: each kernel counts where the CPU is the limit.
+    """
     # Computed on the device: copying a Python list there would make the CPU wait for the GPU.
-    signs = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32) % 2 * 2 - 1
-    return (x * cos + neighbours * (sin * signs)).type_as(x)
+    signs = torch.arange(-1, 2, 2, device=sin.device, dtype=torch.int32)
+    return (torch.unflatten(sin, -1, (-1, 2)) * signs).flatten(-2)
+
+
+def _tables(rotary_emb: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return tables of cosines and sines for `apply_rotary_emb`, with dimensions as in attention.
+
+    `rotary_emb` has the cosines and the sines of all tokens, without these signs.
+    """
+    cos, sin = rotary_emb
+    return cos[None, :, None], signed_sines(sin)[None, :, None]
 
 
 def _cos_sin(rotations: Tensor) -> tuple[Tensor, Tensor]:
     """Turn rotations given as complex numbers into the tables that `apply_rotary_emb` takes."""
     cos, sin = torch.view_as_real(rotations)[:, None].repeat_interleave(2, dim=-2).unbind(-1)
-    return cos, sin
+    return cos, signed_sines(sin)
 
 
 def _fuse_lora(attn: Any, names: tuple[str, ...]) -> SharedInputLora | None:

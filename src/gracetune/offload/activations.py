@@ -28,7 +28,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gracetune.events.types import Notice
 from gracetune.offload.buffer_autosize import PrefetchDistance
-from gracetune.offload.checkpointing import checkpoint_block
 from gracetune.offload.copy_engine import OffloadError
 from gracetune.offload.offloaded_activations import (
     BlockCall,
@@ -43,6 +42,7 @@ from gracetune.offload.offloaded_activations import (
     storages_in,
     tensors_in,
 )
+from gracetune.offload.recompute import checkpoint_block
 from gracetune.units import MIB, format_bytes
 
 if TYPE_CHECKING:

@@ -42,6 +42,7 @@ from torch.utils.checkpoint import (
 
 from gracetune.errors import GracetuneError
 from gracetune.events.types import Notice
+from gracetune.offload.recompute import checkpoint_block
 from gracetune.units import format_seconds
 
 if TYPE_CHECKING:
@@ -125,24 +126,6 @@ class WrappedBlocks:
         """Restore the original forward of every block."""
         for block in self._blocks:
             block.__dict__.pop("forward", None)
-
-
-def checkpoint_block(
-    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any
-) -> Any:
-    """Call a function with activation checkpointing, keeping only its inputs.
-
-    `torch.utils.checkpoint` keeps keyword arguments, and tensors in the function's closure, where
-    saved-tensor hooks cannot reach them. So all inputs are passed by position, where hooks may
-    offload them, and the closure holds only the names of the keyword arguments.
-    """
-    num_positional, names = len(args), tuple(kwargs)
-
-    def call_by_position(*values: Any) -> Any:
-        named = dict(zip(names, values[num_positional:], strict=True))
-        return call(*values[:num_positional], **named)
-
-    return checkpoint(call_by_position, *args, *kwargs.values(), use_reentrant=False, **settings)
 
 
 class BlockCompiler:
@@ -455,7 +438,7 @@ def _eager_forward(
     attention_layers = [module for module in block.modules() if "processor" in vars(module)]
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the context managers of forward and of its recomputation, for torch's checkpoint.
+        """Return the context managers of forward and of its recomputation.
 
         The recomputation calls `forward` without the block's hooks, so its context also binds the
         weights of a streamed block.
@@ -472,7 +455,7 @@ def _eager_forward(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint_block(forward, args, kwargs, context_fn=contexts)
+        return checkpoint_block(forward, args, kwargs, contexts)
 
     return run
 

@@ -41,7 +41,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from gracetune.adapters.compute.fused_lora import MultiTensorCast
 from gracetune.adapters.inject import add_adapter
@@ -290,7 +289,10 @@ def costs_per_call(rounds: Sequence[ProbeRound], calls: ProbeCalls) -> LaunchCos
     custom = typical(lambda r: r.fused.forward - ratio * r.bare.forward)
     custom_backward = typical(lambda r: r.fused.backward - ratio_backward * r.bare.backward)
     checkpoint = typical(lambda r: r.checkpointed.forward - r.fused.forward)
-    recompute = typical(lambda r: r.checkpointed.backward - r.fused.backward - r.fused.forward)
+    in_blocks = fused_forward.checkpointed / fused_forward.dispatched
+    recompute = typical(
+        lambda r: r.checkpointed.backward - r.fused.backward - in_blocks * r.fused.forward
+    )
     blocks, trained = calls.num_blocks, calls.num_trained
     return LaunchCosts(
         forward_s=typical(lambda r: r.bare.forward) / equivalent_ops(forward),
@@ -408,8 +410,7 @@ class _ProbeStep:
             return forward, recorder.take_calls(0)
 
     def _forward(self) -> Tensor:
-        with set_checkpoint_early_stop(False):  # as many operators as are counted in forward
-            return self._predict(self._model, self._batch)
+        return self._predict(self._model, self._batch)
 
     def _backward(self, out: Tensor) -> None:
         torch.autograd.backward(out, torch.ones_like(out))

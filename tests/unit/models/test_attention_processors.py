@@ -13,6 +13,7 @@ from peft import LoraConfig
 from torch import nn
 
 from gracetune.adapters.compute.fused_lora import fuse_lora
+from gracetune.models import attention_processors
 from gracetune.models.attention_processors import (
     FusedFlux2AttnProcessor,
     FusedFluxAttnProcessor,
@@ -21,6 +22,7 @@ from gracetune.models.attention_processors import (
     _cos_sin,
     apply_rotary_emb,
     contiguous_grad,
+    signed_sines,
     use_fused_processors,
 )
 from gracetune.plan.launch_overhead import build_probe_model
@@ -122,6 +124,22 @@ def test_rotary_tables_match_complex_multiplication():
     torch.testing.assert_close(apply_rotary_emb(x, *_cos_sin(rotations)), expected)
 
 
+@pytest.mark.parametrize(("make", "tables"), [(flux, 1), (flux2, 1), (qwen, 2)])
+def test_query_and_key_share_the_signed_sines_of_rope(make, tables, monkeypatch):
+    """Each kernel takes the CPU time of a launch. Qwen-Image has tables for image and text."""
+    model, inputs, *_ = make()
+    count = use_fused_processors(model)
+    calls = []
+
+    def counted(sin):
+        calls.append(sin)
+        return signed_sines(sin)
+
+    monkeypatch.setattr(attention_processors, "signed_sines", counted)
+    model(**inputs)
+    assert len(calls) == tables * count
+
+
 def test_attention_without_rope_is_left_to_diffusers():
     model, _, _, _ = flux()
     attn = model.single_transformer_blocks[0].attn
@@ -186,7 +204,7 @@ def test_apply_rotary_emb_equals_diffusers_bit_for_bit(dtype):
     expected = torch.empty_like(theirs)
     expected[..., 0::2] = even * cos - odd * sin
     expected[..., 1::2] = even * sin + odd * cos
-    found = apply_rotary_emb(ours, cos_table, sin_table)
+    found = apply_rotary_emb(ours, cos_table, signed_sines(sin_table))
     assert torch.equal(found, expected)
     found.backward(grad)
     expected.backward(grad)
