@@ -48,7 +48,7 @@ import fcntl
 import json
 import os
 import secrets
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -174,9 +174,10 @@ class ShardFile:
         _write_all(self._descriptor, memoryview(header), 0)
         self.sync()
         sealed = self.path.with_suffix(SEALED_SUFFIX)
-        os.replace(self.path, sealed)
-        fsync_path(sealed.parent)
-        self.path = sealed
+        with suppress(FileNotFoundError):  # the cache was deleted or moved: nothing is left to seal
+            os.replace(self.path, sealed)
+            fsync_path(sealed.parent)
+            self.path = sealed
         self.release()
 
     def remove(self) -> None:

@@ -551,7 +551,10 @@ class CorruptionLog:
         )
 
     def write(self, path: Path) -> None:
-        """Write all unreadable samples to a JSON file."""
+        """Write all unreadable samples to a JSON file; if there are none, remove an earlier one."""
+        if not self._entries:
+            path.unlink(missing_ok=True)
+            return
         report = {
             "unreadable": len(self._entries),
             "samples": [asdict(entry) for entry in self.entries],

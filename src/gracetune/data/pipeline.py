@@ -514,11 +514,7 @@ class DatasetPreparer:
     def prepare_all(self) -> list[PreparedDataset]:
         """Prepare all datasets; list unreadable samples in the file `corruption.json`."""
         prepared = [self.prepare(index) for index in range(len(self.run.datasets))]
-        report = self.folder / "corruption.json"
-        if self._corruption.entries:
-            self._corruption.write(report)
-        else:
-            report.unlink(missing_ok=True)  # of an earlier start, before the files were repaired
+        self._corruption.write(self.folder / "corruption.json")
         return prepared
 
     def prepare(self, index: int) -> PreparedDataset:

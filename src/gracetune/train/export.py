@@ -93,17 +93,35 @@ def export_result(
             if is_main:
                 with atomic_folder(path) as staging:
                     tools = _check_files(state, modules, collected.write(staging), emit)
+                    _keep_other_files(path, staging, emit)
         else:
             with state.averaged_weights(), whole_weights(state):
                 if is_main:
                     with atomic_folder(path) as staging:
                         state.family.export(staging)
+                        _keep_other_files(path, staging, emit)
     except OSError as error:
         raise CheckpointError(
             f"the result {path} cannot be written: {error}. The last checkpoint has the same "
             "weights: free some disk space and run the same command again to export them."
         ) from error
     return ExportedResult(path, tools)
+
+
+def _keep_other_files(path: Path, staging: Path, emit: Emit) -> None:
+    """Rename an earlier result that has files which the new one lacks, such as converted adapters.
+
+    The new result would replace the folder with all that is in it.
+    """
+    written = {file.relative_to(staging) for file in staging.rglob("*")}
+    others = [file for file in sorted(path.rglob("*")) if file.relative_to(path) not in written]
+    if not others:
+        return
+    names = (f"{path.name}-old{number}" for number in ("", *range(2, 1000)))
+    kept = next(each for name in names if not (each := path.with_name(name)).exists())
+    path.rename(kept)
+    text = f"{others[0]} is not part of the result; the earlier result is kept with it as {kept}"
+    emit(Notice(text, level="warning"))
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 import copy
 import os
+import shutil
 import threading
 
 import pytest
@@ -110,6 +111,15 @@ def test_the_next_writer_continues_a_small_shard(tmp_path):
     assert len(files(store)) == 1
     with ShardStore(tmp_path) as store:
         assert [g["latents"][0, 0].item() for g in store.get_many(["k0", "k1", "k2"])] == [0, 1, 2]
+
+
+def test_a_cache_that_was_deleted_meanwhile_is_closed_without_an_error(tmp_path):
+    """The caller may have a trained model to save."""
+    store = ShardStore(tmp_path / "cache")
+    fill(store, range(3))
+    shutil.rmtree(tmp_path / "cache")
+    store.close()
+    assert not (tmp_path / "cache").exists()
 
 
 def test_full_shards_are_sealed_and_new_ones_created(tmp_path, monkeypatch):

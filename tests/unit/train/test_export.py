@@ -111,7 +111,8 @@ def test_every_checkpoint_has_the_adapter_as_the_run_exports_it(average, tiny_ru
 
 
 def files_in(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_an_interrupted_run_leaves_an_adapter(tiny_run, tmp_path):
@@ -154,6 +155,26 @@ def test_a_finished_run_says_that_nothing_is_left_and_can_be_made_longer(
     shutil.copytree(tmp_path / "run/adapters/step-000001", tmp_path / "run/adapter")
     run_training(run(train={"max_train_steps": 2}), sinks=[recorder])  # killed before its export
     assert files_in(tmp_path / "run/adapter") == files_in(tmp_path / "newest")
+
+
+@pytest.mark.parametrize("adapter", [{"rank": 2}, None])
+def test_files_that_a_user_has_put_next_to_the_result_are_kept(
+    adapter, tiny_run, recorder, tmp_path
+):
+    run = partial(tiny_run, adapter=adapter)
+    result = Path(run_training(run(train={"max_train_steps": 1})).outputs["result"])
+    first = files_in(result)
+    (result / "converted").mkdir()
+    (result / "converted/lora.safetensors").write_bytes(b"mine")
+    for steps in (2, 3):  # the result of step 2 has no other files: it is replaced
+        run_training(run(train={"max_train_steps": steps}), sinks=[recorder])
+    assert files_in(result).keys() == first.keys()
+    kept = result.with_name(f"{result.name}-old")
+    assert (kept / "converted/lora.safetensors").read_bytes() == b"mine"
+    assert {name: (kept / name).read_bytes() for name in first} == first
+    (text,) = [text for text in recorder.texts() if "the earlier result is kept" in text]
+    assert "converted is not part of the result" in text
+    assert not result.with_name(f"{result.name}-old2").exists()
 
 
 def test_a_finished_run_names_the_settings_that_have_changed(tiny_run, recorder, tmp_path):
