@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import json
 import multiprocessing
-import os
 import platform
 import signal
 import subprocess
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 FOLDER = Path(__file__).parent / "results"
-
-# Without it, `torch.cuda.is_available` initializes CUDA, which a forked process cannot use.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -72,19 +68,46 @@ def dying_with_parent(command: Sequence[object]) -> list[str]:
 def start_forked(function: Callable[..., object], *arguments: object) -> BaseProcess:
     """Call a function in a forked process, which is killed when this one ends.
 
-    It need not import torch again, which takes 8 to 10 seconds on some machines. This process must
-    not have used the GPU or computed with several threads: a forked one could not use them.
+    It need not import torch again, which takes 8 to 10 seconds on some machines. If a fork of this
+    process could fail, a new interpreter imports the running script, and is forked instead.
     """
-
-    def call() -> None:
-        die_with_parent()
-        function(*arguments)
-
+    reason = why_not_to_fork()
+    context = multiprocessing.get_context("forkserver" if reason else "fork")
+    if reason:
+        print(f"a new interpreter is started, because {reason}")
+        context.set_forkserver_preload([Path(sys.argv[0]).stem])
     sys.stdout.flush()
     sys.stderr.flush()
-    process = multiprocessing.get_context("fork").Process(target=call)
+    process = context.Process(target=_call_alone, args=(function, *arguments))
     process.start()
     return process
+
+
+def _call_alone(function: Callable[..., object], *arguments: object) -> None:
+    die_with_parent()
+    function(*arguments)
+
+
+def why_not_to_fork() -> str:
+    """Return why a fork of this process could hang or not use the GPU; empty if it can do both.
+
+    A pool of threads (of OpenMP, or of Rust's rayon in blake3) is not forked, but awaited. NumPy
+    has one as well, unless OPENBLAS_NUM_THREADS is 1.
+    """
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads > 1:
+        return f"this process has {threads} threads"
+    return "CUDA is initialized" if cuda_is_initialized() else ""
+
+
+def cuda_is_initialized() -> bool:
+    """Return True if this process has initialized the CUDA driver, with torch or without."""
+    not_initialized = 3  # CUDA_ERROR_NOT_INITIALIZED: the answer to any call before cuInit
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != not_initialized)
 
 
 def synchronize(device: torch.device) -> None:
