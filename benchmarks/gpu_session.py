@@ -20,7 +20,9 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
+import shutil
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +42,9 @@ import tuned_loop
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-MODELS_FOLDER = "/dev/shm/gracetune-models"
-"""Folder for models, unless the environment variable of product_run.py names another one."""
+SHARED_MEMORY, SHARED_NBYTES = Path("/dev/shm"), 50e9
+"""Folder for models, unless it is smaller than this, or the environment variable of product_run.py
+names another one."""
 WRITTEN_NBYTES_PER_S = 1e9
 """Rough rate at which a model with random weights is made and written, in bytes per second."""
 LIMIT_FACTOR, LIMIT_MORE_S = 1.5, 60
@@ -216,7 +219,7 @@ def main(began: float | None = None) -> int:
     if arguments.rehearse:
         jobs = [job for job in jobs if job.script == "first_steps"]
     else:
-        os.environ.setdefault(product_run.KEEP, MODELS_FOLDER)
+        os.environ.setdefault(product_run.KEEP, str(models_folder()))
     commit = arguments.commit or results.this_commit()
     rows, written = [], set()
     for job in jobs:
@@ -242,6 +245,12 @@ def main(began: float | None = None) -> int:
     to_do = sum(estimate for _, estimate, reason in rows if not reason or "needs" in reason)
     print(f"{'left':<52}{to_do:>6.0f} s", flush=True)
     return 0
+
+
+def models_folder() -> Path:
+    """Return the folder in which models are kept: in shared memory, or on the disk."""
+    is_large = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).total >= SHARED_NBYTES
+    return (SHARED_MEMORY if is_large else Path(tempfile.gettempdir())) / "gracetune-models"
 
 
 def reason_to_skip(job: Job, arguments: argparse.Namespace, commit: str) -> str:
@@ -288,7 +297,7 @@ def estimated_seconds(job: Job, out: Path, commit: str, written: Collection[str]
         seconds *= len(missing) / len(job.parts)
     if job.script == "first_steps" and took in figures:  # two starts, each recorded on its own
         seconds += float(figures.get(took.replace("second", "first"), seconds))
-    folder = Path(os.environ.get(product_run.KEEP, MODELS_FOLDER)) / job.folder
+    folder = Path(os.environ.get(product_run.KEEP) or models_folder()) / job.folder
     is_written = job.folder in ("", *written) or (folder / "complete").exists()
     return seconds + (0.0 if is_written else job.nbytes / WRITTEN_NBYTES_PER_S)
 

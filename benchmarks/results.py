@@ -6,6 +6,7 @@ A result file has the date, the commit, the machine, the script and the measured
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import multiprocessing
 import platform
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,8 +96,12 @@ def why_not_to_fork() -> str:
     A pool of threads (of OpenMP, or of Rust's rayon in blake3) is not forked, but awaited. NumPy
     has one as well, unless OPENBLAS_NUM_THREADS is 1.
     """
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    if threads > 1:
+    for _ in range(100):  # threads that were joined may take a moment to end
+        threads = len(list(Path("/proc/self/task").iterdir()))
+        if threads == 1:
+            break
+        time.sleep(0.01)
+    else:
         return f"this process has {threads} threads"
     return "CUDA is initialized" if cuda_is_initialized() else ""
 
@@ -173,6 +179,7 @@ def this_machine() -> str:
     return f"{gpu}{platform.machine()} CPU, {versions}"
 
 
+@functools.cache
 def gpu_name() -> str:
     """Return the name of the GPU without initializing CUDA, so that processes can be forked."""
     if torch.cuda.is_initialized():

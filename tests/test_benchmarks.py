@@ -246,11 +246,16 @@ def test_a_child_process_is_killed_with_its_parent():
         while "(sleep)" not in status.read_text():  # it has asked for the signal
             time.sleep(0.01)
         parent.kill()
+    assert ends(status)
+
+
+def ends(status):
+    """Return whether a process ends soon, by its file in /proc."""
     for _ in range(1000):
         if not status.exists() or status.read_text().rpartition(") ")[2].startswith("Z"):
-            return
+            return True
         time.sleep(0.01)
-    pytest.fail("it still runs")
+    return False
 
 
 @pytest.fixture
@@ -333,6 +338,21 @@ def test_a_job_that_takes_too_long_is_stopped(monkeypatch):
     assert session.run_job(job, [], 0.1) == -signal.SIGTERM
     monkeypatch.setattr(session, "_run_script", lambda *_: sys.exit(3))
     assert session.run_job(job, [], 60) == 3
+
+
+@pytest.mark.usefixtures("_forking")
+def test_a_run_ends_with_its_job(monkeypatch, tmp_path):
+    """Otherwise it would hold the memory of the GPU while the next job is measured."""
+    session, results = map(import_module, ("gpu_session", "results"))
+
+    def run(*_):
+        pid = results.start_forked(time.sleep, 60).pid
+        (tmp_path / "pid").write_text(str(pid))
+        time.sleep(60)
+
+    monkeypatch.setattr(session, "_run_script", run)
+    session.run_job(session.Job("endless", "none", (), "none", 1.0), [], 1.0)
+    assert ends(Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat"))
 
 
 @pytest.mark.usefixtures("_forking")
