@@ -220,7 +220,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="folder for the model and the data")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="start no way after this")
     arguments = results.parse_arguments(parser)
-    if not arguments.rehearse and not torch.cuda.is_available():
+    if not arguments.rehearse and not results.gpu_name():
         parser.error("there is no GPU; --rehearse trains a miniature without one")
     clock, began = PhaseClock(), time.monotonic()
     commit = arguments.commit or results.this_commit()

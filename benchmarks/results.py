@@ -10,6 +10,7 @@ import functools
 import json
 import multiprocessing
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def start_forked(function: Callable[..., object], *arguments: object) -> BasePro
     reason = why_not_to_fork()
     context = multiprocessing.get_context("forkserver" if reason else "fork")
     if reason:
-        print(f"a new interpreter is started, because {reason}")
+        print(f"forked from a new interpreter, because {reason}")
         context.set_forkserver_preload([Path(sys.argv[0]).stem])
     sys.stdout.flush()
     sys.stderr.flush()
@@ -174,16 +175,19 @@ def this_commit() -> str:
 
 def this_machine() -> str:
     """Describe the kind of machine, without its host name."""
-    gpu = f"{gpu_name()}, " if torch.cuda.is_available() else ""
+    gpu = f"{gpu_name()}, " if gpu_name() else ""
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     return f"{gpu}{platform.machine()} CPU, {versions}"
 
 
 @functools.cache
 def gpu_name() -> str:
-    """Return the name of the GPU without initializing CUDA, so that processes can be forked."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.get_device_name(0)
+    """Return the name of the GPU, or an empty string if there is none.
+
+    This process then uses neither CUDA nor NVML, so that it can be forked.
+    """
+    if shutil.which("nvidia-smi") is None:
+        return ""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return names.splitlines()[0]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "" if done.returncode else done.stdout.partition("\n")[0]

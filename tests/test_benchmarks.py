@@ -292,7 +292,7 @@ def test_a_session_runs_the_most_valuable_jobs_that_fit(gpu_session, capsys):
     assert "first_steps.flux" not in some
     assert "tuned_loop.flux.96.compiled" in some
     assert all(limit_s <= 150 for _, limit_s in gpu_session.ran)
-    assert "needs 214 s of 145" in capsys.readouterr().out
+    assert "needs 204 s of 145" in capsys.readouterr().out
     assert gpu_session.main("--minutes", "1000", "--list") == []
     assert "first_steps.flux" not in gpu_session.main("--minutes", "1000", "--skip", "first_steps")
 
@@ -390,6 +390,20 @@ def test_a_process_with_threads_or_cuda_is_not_forked(reason, monkeypatch):
     monkeypatch.setattr(results, "Path", lambda _: SimpleNamespace(iterdir=lambda: threads))
     found = results.why_not_to_fork()
     assert reason in found if reason else not found
+
+
+@pytest.mark.usefixtures("_restored")
+def test_the_machine_is_described_without_cuda_and_nvml(monkeypatch, tmp_path):
+    """A process that has used them is not forked, or shares its connection with the fork."""
+    results = import_module("results")
+    results.gpu_name.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("it was called"))
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho NVIDIA H200\necho NVIDIA H200\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert results.this_machine().startswith("NVIDIA H200, ")
+    results.gpu_name.cache_clear()
 
 
 READY = """
