@@ -136,7 +136,9 @@ def write(
     }
     path = folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record, indent=2) + "\n")
+    partial.replace(path)  # so that a script that is killed leaves the earlier figures
     return path
 
 

@@ -476,6 +476,22 @@ def test_the_first_prediction_is_compared_with_the_first_plan(corrected):
 
 
 @pytest.mark.usefixtures("_restored")
+def test_a_script_that_is_killed_while_it_writes_leaves_the_earlier_figures(tmp_path, monkeypatch):
+    results = import_module("results")
+    results.write("one", {"a": 1}, tmp_path, "0000000")
+    original = Path.write_text
+
+    def write_text(path, text):
+        original(path, text[:20])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(KeyboardInterrupt):
+        results.write("one", {"a": 1, "b": 2}, tmp_path, "0000000")
+    assert results.read("one", tmp_path) == {"a": 1}
+
+
+@pytest.mark.usefixtures("_restored")
 def test_a_measurement_adds_to_the_committed_figures(tmp_path, monkeypatch):
     results = import_module("results")
     monkeypatch.setattr(results, "FOLDER", tmp_path / "committed")
