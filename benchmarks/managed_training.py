@@ -385,7 +385,10 @@ def simulate_gpu(undo: ExitStack) -> None:
 
 
 def write_run(folder: Path, arguments: argparse.Namespace) -> Path:
-    """Write the model without weights, the images and the run file that all ways share."""
+    """Write the model without weights, the images and the run file that all ways share.
+
+    They share a cache as well, so that only the first one encodes the images and captions.
+    """
     steps = SMALL_STEPS if arguments.rehearse else STEPS
     given = argparse.Namespace(rehearse=arguments.rehearse, compile="never", steps=steps)
     path = large_families.write_run("z_image", folder, given)
@@ -393,6 +396,7 @@ def write_run(folder: Path, arguments: argparse.Namespace) -> Path:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"n_layers": LAYERS}))
     settings = json.loads(path.read_text())
     settings["plan"] = "off"
+    settings["cache_config"] = {"cache_dir": str(folder / "cache"), "persistent_cache": True}
     settings["model"] |= {"dtype": "float32", "attention_mechanism": "flash"}
     if arguments.rehearse:
         settings["model"]["attention_mechanism"] = "sdpa"
