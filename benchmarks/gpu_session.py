@@ -20,13 +20,13 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
-import signal
+import shutil
 import sys
+import tempfile
 import time
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import allocator_setup  # noqa: F401  before torch, which reads the setting at import
 
@@ -34,6 +34,7 @@ import allocator_setup  # noqa: F401  before torch, which reads the setting at i
 import first_steps
 import planner_runs
 import product_run
+import psutil
 import results
 import torch
 import tuned_loop
@@ -41,8 +42,9 @@ import tuned_loop
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-MODELS_FOLDER = "/dev/shm/gracetune-models"
-"""Folder for models, unless the environment variable of product_run.py names another one."""
+SHARED_MEMORY, SHARED_NBYTES = Path("/dev/shm"), 50e9
+"""Folder for models, unless it is smaller than this, or the environment variable of product_run.py
+names another one."""
 WRITTEN_NBYTES_PER_S = 1e9
 """Rough rate at which a model with random weights is made and written, in bytes per second."""
 LIMIT_FACTOR, LIMIT_MORE_S = 1.5, 60
@@ -51,7 +53,9 @@ STOP_S = 5
 """Seconds that a job may take to end when it is stopped, and that are left at the end."""
 BUDGET_S = 30
 """Seconds for which a loop tries larger batch sizes."""
-POLL_S = 0.2
+PRODUCT_STEPS = 25
+"""Steps of a product run beside the loops. Speed is that of the last half: the plan is checked in
+the first steps, and an epoch has 12 or 24."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +75,26 @@ class Job:
     """Bytes of the model's weights."""
     counts: tuple[str, ...] = ("seconds", "images_s", "failed")
     """Figures of which a finished measurement has at least one."""
+    parts: tuple[str, ...] = ()
+    """Prefixes of the figures of measurements that the script makes one after the other, if it
+    continues with those that are missing."""
 
 
 def all_jobs() -> list[Job]:
     """Return all jobs, the most valuable ones first."""
-    jobs = [
-        Job("managed_training", "managed_training", (), MANAGED_LAST, MANAGED_S, counts=("step_s",))
-    ]
+    managed, managed_more = (
+        Job(
+            f"managed_training.{name}",
+            "managed_training",
+            ("--only", ",".join(ways)),
+            ways[-1],
+            len(ways) * WAY_S,
+            counts=("step_s",),
+            parts=ways,
+        )
+        for name, ways in zip(("first", "more"), MANAGED_WAYS, strict=True)
+    )
+    jobs = [managed]
     jobs += [
         Job(
             f"first_steps.{name}",
@@ -89,7 +106,7 @@ def all_jobs() -> list[Job]:
             case.nbytes,
             ("images_s",),
         )
-        for (name, case), seconds in zip(first_steps.CASES.items(), (190, 180), strict=True)
+        for (name, case), seconds in zip(first_steps.CASES.items(), (180, 170), strict=True)
     ]
     planned = {name: _planned_job(name) for name in PLANNED_SECONDS}
     last = [planned.pop(name) for name in PLANNED_AGAIN]
@@ -101,7 +118,7 @@ def all_jobs() -> list[Job]:
         first += [f"{model}.24.product", f"{model}.24.eager_checkpointing_offload"]
         jobs += [named.pop(f"tuned_loop.{name}") for name in first]
         slow += named.values()
-    return jobs + last + slow
+    return [*jobs, managed_more, *last, *slow]
 
 
 def _planned_job(name: str) -> Job:
@@ -119,17 +136,40 @@ def _planned_job(name: str) -> Job:
     )
 
 
-MANAGED_LAST, MANAGED_S = "planned_lora_weights_in_place", 480
-"""The last way in managed_training.py, and the estimated seconds of all ways. The script itself
-skips those that are measured. It is not imported here: it sets variables for deterministic kernels,
-which would slow other jobs down."""
+MANAGED_WAYS = (
+    (
+        "device",
+        "managed_in_place",
+        "managed_prefetch",
+        "streamed_state",
+        "limited_without_uvm",
+        "limited_overflow",
+        "planned_device",
+        "planned_auto",
+        "planned_lora_device",
+        "planned_lora_weights",
+        "planned_lora_weights_in_place",
+    ),
+    (
+        "device_again",
+        "managed_state_in_place",
+        "managed_state_prefetch",
+        "managed_home_on_device",
+        "managed_trained_in_place",
+    ),
+)
+"""The ways in managed_training.py, in two jobs. The script itself skips those that are measured. It
+is not imported here: it sets a variable for deterministic kernels, which would slow other jobs
+down."""
+WAY_S = 28
+"""Estimated seconds of a way."""
 PLANNED_SECONDS = {
-    "eager_flux_768_12": 90,
-    "fp8_flux_48": 140,
-    "flux_768_16": 160,
-    "eager_wan_16": 110,
-    "fp8_wan_24": 160,
-    "qwen_32": 240,
+    "eager_flux_768_12": 75,
+    "fp8_flux_48": 120,
+    "flux_768_16": 140,
+    "eager_wan_16": 100,
+    "fp8_wan_24": 140,
+    "qwen_32": 210,
 }
 """Names in `planner_runs.RUNS` -> estimated seconds."""
 PLANNED_AGAIN = "flux_768_16", "qwen_32"
@@ -144,16 +184,18 @@ def _loop_jobs(model_name: str) -> list[Job]:
     for memory_gb, loops in model.loops.items():
         for way in (*(loop.name for loop in loops), "product"):
             is_product = way == "product"
-            chosen = ("--ways", "product") if is_product else ("--ways", "loops", "--only", way)
+            chosen = ("--ways", "loops", "--only", way, "--budget", str(BUDGET_S))
+            if is_product:
+                chosen = ("--ways", "product", "--steps", str(PRODUCT_STEPS))
             figures = f"{model_name}.{memory_gb}.{way}"
-            seconds = 110 if is_product else 45 + (45 if "compiled" in way else 0)
+            seconds = 110 if is_product else 35 + (45 if "compiled" in way else 0)
             if way == "compiled_checkpointing_offload":
                 seconds = 170
             jobs.append(
                 Job(
                     f"tuned_loop.{figures}",
                     "tuned_loop",
-                    (model_name, "--memory", str(memory_gb), *chosen, "--budget", str(BUDGET_S)),
+                    (model_name, "--memory", str(memory_gb), *chosen),
                     figures,
                     seconds,
                     model.folder if is_product else "",
@@ -163,25 +205,25 @@ def _loop_jobs(model_name: str) -> list[Job]:
     return jobs
 
 
-def main() -> int:
-    """Run jobs until the time is over, and print a table."""
+def main(began: float | None = None) -> int:
+    """Run jobs until the time is over, and print a table; `began` is when the time began."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=9.5, help="time limit of the session")
     parser.add_argument("--skip", default="", help="names of jobs to skip, or their beginnings")
     parser.add_argument("--only", default="", help="names of jobs to run, or their beginnings")
     parser.add_argument("--list", action="store_true", help="print the jobs and run nothing")
-    began = time.monotonic()
+    began = began or time.time()
     arguments = results.parse_arguments(parser)
     jobs = all_jobs()
     if arguments.rehearse:
         jobs = [job for job in jobs if job.script == "first_steps"]
     else:
-        os.environ.setdefault(product_run.KEEP, MODELS_FOLDER)
+        os.environ.setdefault(product_run.KEEP, str(models_folder()))
     commit = arguments.commit or results.this_commit()
     rows, written = [], set()
     for job in jobs:
-        left = 60 * arguments.minutes - (time.monotonic() - began) - STOP_S
-        estimate = estimated_seconds(job, arguments.out, written)
+        left = 60 * arguments.minutes - (time.time() - began) - STOP_S
+        estimate = estimated_seconds(job, arguments.out, commit, written)
         reason = reason_to_skip(job, arguments, commit)
         if not reason and estimate > left and not arguments.list:
             reason = f"needs {estimate:.0f} s of {left:.0f}"
@@ -204,6 +246,12 @@ def main() -> int:
     return 0
 
 
+def models_folder() -> Path:
+    """Return the folder in which models are kept: in shared memory, or on the disk."""
+    is_large = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).total >= SHARED_NBYTES
+    return (SHARED_MEMORY if is_large else Path(tempfile.gettempdir())) / "gracetune-models"
+
+
 def reason_to_skip(job: Job, arguments: argparse.Namespace, commit: str) -> str:
     """Return why a job is not to be run; empty if it is."""
     only, skipped = (
@@ -215,34 +263,40 @@ def reason_to_skip(job: Job, arguments: argparse.Namespace, commit: str) -> str:
         return "not chosen"
     if arguments.rehearse:
         return ""
-    for folder in (arguments.out, results.FOLDER):
-        if is_measured(job, results.read(job.script, folder), commit):
-            return f"measured with {commit}"
+    if is_measured(job.figures, job, arguments.out, commit):
+        return f"measured with {commit}"
     return ""
 
 
-def is_measured(job: Job, figures: dict[str, Any], commit: str) -> bool:
-    """Return True if the figures of a job are those of a finished measurement of this commit."""
-    measured, now = (
-        name.removesuffix("-dirty")
-        for name in (str(figures.get(f"{job.figures}.commit", "none")), commit)
-    )
-    is_same = now.startswith(measured) or measured.startswith(now)
-    return is_same and any(f"{job.figures}.{name}" in figures for name in job.counts)
+def is_measured(prefix: str, job: Job, out: Path, commit: str) -> bool:
+    """Return True if the results of a job have finished figures of this commit with a prefix."""
+    for folder in (out, results.FOLDER):
+        figures = results.read(job.script, folder)
+        measured, now = (
+            name.removesuffix("-dirty")
+            for name in (str(figures.get(f"{prefix}.commit", "none")), commit)
+        )
+        is_same = now.startswith(measured) or measured.startswith(now)
+        if is_same and any(f"{prefix}.{name}" in figures for name in job.counts):
+            return True
+    return False
 
 
-def estimated_seconds(job: Job, out: Path, written: Collection[str] = ()) -> float:
+def estimated_seconds(job: Job, out: Path, commit: str, written: Collection[str] = ()) -> float:
     """Return the seconds that a job will take, with those to write its model if that is missing.
 
     Earlier measurements have recorded how long they took. `written` has folders of models that will
     exist by then.
     """
     took = f"{job.figures}.took_s"
-    figures = results.read(job.script, out) | results.read(job.script, results.FOLDER)
+    figures = results.read(job.script, results.FOLDER) | results.read(job.script, out)
     seconds = float(figures.get(took, job.seconds))
+    missing = [part for part in job.parts if not is_measured(part, job, out, commit)]
+    if missing:
+        seconds *= len(missing) / len(job.parts)
     if job.script == "first_steps" and took in figures:  # two starts, each recorded on its own
         seconds += float(figures.get(took.replace("second", "first"), seconds))
-    folder = Path(os.environ.get(product_run.KEEP, MODELS_FOLDER)) / job.folder
+    folder = Path(os.environ.get(product_run.KEEP) or models_folder()) / job.folder
     is_written = job.folder in ("", *written) or (folder / "complete").exists()
     return seconds + (0.0 if is_written else job.nbytes / WRITTEN_NBYTES_PER_S)
 
@@ -256,48 +310,28 @@ def session_arguments(arguments: argparse.Namespace, commit: str) -> list[str]:
 
 def run_job(job: Job, more: Sequence[str], limit_s: float) -> int:
     """Run a job in a forked process; return its exit code, negative if a signal has ended it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    process = os.fork()
-    if process == 0:
-        results.die_with_parent()
-        os._exit(_run_script(job, more))
-    ends_at = time.monotonic() + limit_s
-    stops = [signal.SIGTERM, signal.SIGKILL]
+    process = results.start_forked(_run_script, job, more)
     try:
-        while True:
-            done, status = os.waitpid(process, os.WNOHANG)
-            if done:
-                return os.waitstatus_to_exitcode(status)
-            if time.monotonic() >= ends_at and stops:
-                print(f"{job.name}: stopped after {limit_s:.0f} s", flush=True)
-                os.kill(process, stops.pop(0))
-                ends_at = time.monotonic() + STOP_S
-            time.sleep(POLL_S)
-    except BaseException:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-        raise
+        process.join(limit_s)
+        if process.is_alive():
+            print(f"{job.name}: stopped after {limit_s:.0f} s", flush=True)
+            process.terminate()
+            process.join(STOP_S)
+    finally:  # its own processes end with it
+        process.kill()
+        process.join()
+    assert process.exitcode is not None
+    return process.exitcode
 
 
-def _run_script(job: Job, more: Sequence[str]) -> int:
-    """Run a script in this process, which has been forked for it; return the exit code."""
+def _run_script(job: Job, more: Sequence[str]) -> None:
+    """Run a script in this process, which was started for it."""
     path = Path(__file__).with_name(f"{job.script}.py")
     sys.argv = [str(path), *job.arguments, *more]
     if "--rehearse" in more:  # a test may have used threads, which are not forked
         torch.set_num_threads(1)
-    code = 0
-    try:
-        runpy.run_path(str(path), run_name="__main__")
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001  the process ends with it
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code & 0xFF
+    runpy.run_path(str(path), run_name="__main__")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(psutil.Process().create_time()))  # imports count as well

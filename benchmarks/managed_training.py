@@ -4,23 +4,25 @@ The model is a Z-Image with fewer layers: 1.1 B parameters in fp32, computed in 
 gradient clipping. Every way is a whole run of the trainer with deterministic kernels, in a process
 of its own, so that nothing of an earlier way is alive:
 
-- on the device, twice: the reference, and whether it repeats itself;
+- on the device: the reference;
+- optimizer state, EMA and gradients in managed memory, read in place or prefetched;
 - optimizer state in pinned host memory, streamed through the device;
-- optimizer state in managed memory, read in place or prefetched;
-- optimizer state, EMA and gradients in managed memory, read in place, prefetched, or at home on the
-  device;
-- trained weights in managed memory as well;
 - torch's memory limited, so that the run does not fit: without `use_uvm` it must fail and name the
   setting, with it the run must continue in managed memory;
 - with a plan, in all memory and in less memory with `managed: auto`;
 - a LoRA with a plan, its frozen weights on the device and in managed memory, prefetched (the
-  default) or read in place.
+  default) or read in place;
+- on the device again, whether the reference repeats itself;
+- only optimizer state in managed memory, read in place or prefetched;
+- optimizer state, EMA and gradients in managed memory at home on the device;
+- trained weights in managed memory as well.
 
 Judged: losses are equal bit for bit to those of the reference; the managed bytes of our statistics
 are the sum of the allocations that the driver calls managed; the limited run completes and its
 events say why. Managed memory is limited to `CAP`, which must be below a quarter of the free
 memory. No way starts after `--minutes`. Ways that the commit has measured already are not run
-again, unless `--only` names them. Results of ways that are not run are kept, each with its commit.
+again, unless it has measured all of them. Results of ways that are not run are kept, each with its
+commit.
 
     PYTHONPATH=src:benchmarks python benchmarks/managed_training.py [--only NAME,...] [--out FOLDER]
         [--commit NAME] [--minutes N] [--rehearse]
@@ -31,7 +33,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -71,6 +72,8 @@ from gracetune.train.run import run_training
 from gracetune.units import GIB, parse_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from gracetune.events.types import Event
     from gracetune.memory.managed_roles import ManagedMemory
 
@@ -97,14 +100,9 @@ of the limited one: a miniature's activations are larger than its weights."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "device": {},
-    "device_again": {},
-    "streamed_state": {"optimizer.state": "host"},
-    "managed_state_in_place": {"managed": ["optimizer"], "access": "in_place"},
-    "managed_state_prefetch": {"managed": ["optimizer"], "access": "prefetch"},
     "managed_in_place": {"managed": KEPT, "access": "in_place"},
     "managed_prefetch": {"managed": KEPT, "access": "prefetch"},
-    "managed_home_on_device": {"managed": KEPT, "access": "device"},
-    "managed_trained_in_place": {"managed": [*KEPT, "trained"], "access": "in_place"},
+    "streamed_state": {"optimizer.state": "host"},
     "limited_without_uvm": {"limited": True},
     "limited_overflow": {"limited": True, "managed": "auto"},
     "planned_device": {"plan": PLAN},
@@ -121,9 +119,15 @@ WAYS: dict[str, dict[str, Any]] = {
         **{"plan": PLAN | {"stream": False}, "adapter": True, "managed": ["weights"]},
         **{"access": "in_place", "reference": "planned_lora_device"},
     },
+    "device_again": {},
+    "managed_state_in_place": {"managed": ["optimizer"], "access": "in_place"},
+    "managed_state_prefetch": {"managed": ["optimizer"], "access": "prefetch"},
+    "managed_home_on_device": {"managed": KEPT, "access": "device"},
+    "managed_trained_in_place": {"managed": [*KEPT, "trained"], "access": "in_place"},
 }
-"""Ways to train. `reference`: the way whose losses must be the same; by default the run on the
-device, or the way itself. `limited`: torch, or the plan, has a share of the reference's memory."""
+"""Ways to train, the most important ones first. `reference`: the way whose losses must be the same;
+by default the run on the device, or the way itself. `limited`: torch, or the plan, has a share of
+the reference's memory."""
 
 
 class MeasuredError(Exception):
@@ -216,18 +220,20 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="folder for the model and the data")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="start no way after this")
     arguments = results.parse_arguments(parser)
-    if not arguments.rehearse and not torch.cuda.is_available():
+    if not arguments.rehearse and not results.gpu_name():
         parser.error("there is no GPU; --rehearse trains a miniature without one")
     clock, began = PhaseClock(), time.monotonic()
     commit = arguments.commit or results.this_commit()
     figures: dict[str, Any] = by_way(results.previous(NAME, arguments))
-    names = arguments.only.split(",") if arguments.only else unmeasured(figures, commit)
+    names = unmeasured(figures, commit, arguments.only.split(",") if arguments.only else WAYS)
     figures |= {"batch": BATCH, "cap": CAP, "steps": STEPS}
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload([Path(__file__).stem])  # each import would take 8 seconds
     crashed = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
-        path = write_run(Path(temporary), arguments)
+        writer = results.start_forked(write_run, Path(temporary), arguments)
+        writer.join()
+        if writer.exitcode:
+            return writer.exitcode
+        path = Path(temporary) / "run.json"
         for name in names:
             if time.monotonic() - began > 60 * arguments.minutes:
                 clock.print(f"{name}: skipped, because {arguments.minutes:g} minutes are over")
@@ -235,8 +241,7 @@ def main() -> int:
             clock.print(f"{name}:")
             started = time.monotonic()
             given = name, path, arguments.rehearse, figures.get(reference_of(name))
-            process = processes.Process(target=measure_alone, args=given)
-            process.start()
+            process = results.start_forked(measure_alone, *given)
             process.join(None if arguments.rehearse else WAY_S)
             if process.is_alive():
                 process.kill()
@@ -267,10 +272,10 @@ def by_way(figures: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def unmeasured(figures: dict[str, Any], commit: str) -> list[str]:
-    """Return the ways that this commit has not measured; all if it has measured every way."""
-    names = [name for name in WAYS if figures.get(name, {}).get("commit") != commit]
-    return names or list(WAYS)
+def unmeasured(figures: dict[str, Any], commit: str, names: Iterable[str]) -> list[str]:
+    """Return those of the ways that this commit has not measured; all if it has measured each."""
+    names = list(names)
+    return [name for name in names if figures.get(name, {}).get("commit") != commit] or names
 
 
 def reference_of(name: str) -> str:
@@ -380,7 +385,10 @@ def simulate_gpu(undo: ExitStack) -> None:
 
 
 def write_run(folder: Path, arguments: argparse.Namespace) -> Path:
-    """Write the model without weights, the images and the run file that all ways share."""
+    """Write the model without weights, the images and the run file that all ways share.
+
+    They share a cache as well, so that only the first one encodes the images and captions.
+    """
     steps = SMALL_STEPS if arguments.rehearse else STEPS
     given = argparse.Namespace(rehearse=arguments.rehearse, compile="never", steps=steps)
     path = large_families.write_run("z_image", folder, given)
@@ -388,6 +396,7 @@ def write_run(folder: Path, arguments: argparse.Namespace) -> Path:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"n_layers": LAYERS}))
     settings = json.loads(path.read_text())
     settings["plan"] = "off"
+    settings["cache_config"] = {"cache_dir": str(folder / "cache"), "persistent_cache": True}
     settings["model"] |= {"dtype": "float32", "attention_mechanism": "flash"}
     if arguments.rehearse:
         settings["model"]["attention_mechanism"] = "sdpa"

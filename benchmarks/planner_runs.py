@@ -74,8 +74,8 @@ SMALL_IMAGES = ProductRun(
     "flux",
     16,
     4,
-    40,
-    30,
+    25,
+    15,
     compile="always",
     sizes=((768, 768),),
     resolution=768,
@@ -85,9 +85,9 @@ RUNS = {
     "eager_flux_20": PlannedRun("flux", 23.8e9, _run("flux", 20, 2, 25, "never")),
     "eager_flux_768_12": PlannedRun("flux", 23.8e9, SMALL_EAGER),
     "eager_wan_16": PlannedRun("wan21", 28.6e9, _run("wan22", 16, 2, 25, "never")),
-    "fp8_flux_48": PlannedRun("flux", 23.8e9, _run("flux", 48, 4, 30, "always", "fp8")),
-    "fp8_wan_24": PlannedRun("wan21", 28.6e9, _run("wan22", 24, 2, 30, "always", "fp8")),
-    "qwen_32": PlannedRun("qwen_image", 40.9e9, _run("qwen_image", 32, 2, 30, "always")),
+    "fp8_flux_48": PlannedRun("flux", 23.8e9, _run("flux", 48, 4, 25, "always", "fp8")),
+    "fp8_wan_24": PlannedRun("wan21", 28.6e9, _run("wan22", 24, 2, 25, "always", "fp8")),
+    "qwen_32": PlannedRun("qwen_image", 40.9e9, _run("qwen_image", 32, 2, 25, "always")),
     "flux_768_16": PlannedRun("flux", 23.8e9, SMALL_IMAGES),
 }
 

@@ -24,7 +24,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import av
+import allocator_setup  # noqa: F401  before torch, which reads the settings at import
+
+# isort: split
 import numpy as np
 import random_weights
 import results
@@ -199,6 +201,8 @@ def make_pixels(number: int, width: int, height: int) -> np.ndarray:
 
 def make_video(wide: np.ndarray, width: int, frames: int) -> bytes:
     """Return an MP4 file (H.264, 16 frames per second) that pans over an image."""
+    import av  # not on every machine with a GPU
+
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as output:
         stream = output.add_stream("libx264", rate=Fraction(16))

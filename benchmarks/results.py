@@ -6,14 +6,16 @@ A result file has the date, the commit, the machine, the script and the measured
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import multiprocessing
-import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +28,6 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 FOLDER = Path(__file__).parent / "results"
-
-# Without it, `torch.cuda.is_available` initializes CUDA, which a forked process cannot use.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -72,19 +71,50 @@ def dying_with_parent(command: Sequence[object]) -> list[str]:
 def start_forked(function: Callable[..., object], *arguments: object) -> BaseProcess:
     """Call a function in a forked process, which is killed when this one ends.
 
-    It need not import torch again, which takes 8 to 10 seconds on some machines. This process must
-    not have used the GPU or computed with several threads: a forked one could not use them.
+    It need not import torch again, which takes 8 to 10 seconds on some machines. If a fork of this
+    process could fail, a new interpreter imports the running script, and is forked instead.
     """
-
-    def call() -> None:
-        die_with_parent()
-        function(*arguments)
-
+    reason = why_not_to_fork()
+    context = multiprocessing.get_context("forkserver" if reason else "fork")
+    if reason:
+        print(f"forked from a new interpreter, because {reason}")
+        context.set_forkserver_preload([Path(sys.argv[0]).stem])
     sys.stdout.flush()
     sys.stderr.flush()
-    process = multiprocessing.get_context("fork").Process(target=call)
+    process = context.Process(target=_call_alone, args=(function, *arguments))
     process.start()
     return process
+
+
+def _call_alone(function: Callable[..., object], *arguments: object) -> None:
+    die_with_parent()
+    function(*arguments)
+
+
+def why_not_to_fork() -> str:
+    """Return why a fork of this process could hang or not use the GPU; empty if it can do both.
+
+    A pool of threads (of OpenMP, or of Rust's rayon in blake3) is not forked, but awaited. NumPy
+    has one as well, unless OPENBLAS_NUM_THREADS is 1.
+    """
+    for _ in range(100):  # threads that were joined may take a moment to end
+        threads = len(list(Path("/proc/self/task").iterdir()))
+        if threads == 1:
+            break
+        time.sleep(0.01)
+    else:
+        return f"this process has {threads} threads"
+    return "CUDA is initialized" if cuda_is_initialized() else ""
+
+
+def cuda_is_initialized() -> bool:
+    """Return True if this process has initialized the CUDA driver, with torch or without."""
+    not_initialized = 3  # CUDA_ERROR_NOT_INITIALIZED: the answer to any call before cuInit
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != not_initialized)
 
 
 def synchronize(device: torch.device) -> None:
@@ -106,7 +136,9 @@ def write(
     }
     path = folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record, indent=2) + "\n")
+    partial.replace(path)  # so that a script that is killed leaves the earlier figures
     return path
 
 
@@ -145,15 +177,19 @@ def this_commit() -> str:
 
 def this_machine() -> str:
     """Describe the kind of machine, without its host name."""
-    gpu = f"{gpu_name()}, " if torch.cuda.is_available() else ""
+    gpu = f"{gpu_name()}, " if gpu_name() else ""
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     return f"{gpu}{platform.machine()} CPU, {versions}"
 
 
+@functools.cache
 def gpu_name() -> str:
-    """Return the name of the GPU without initializing CUDA, so that processes can be forked."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.get_device_name(0)
+    """Return the name of the GPU, or an empty string if there is none.
+
+    This process then uses neither CUDA nor NVML, so that it can be forked.
+    """
+    if shutil.which("nvidia-smi") is None:
+        return ""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return names.splitlines()[0]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "" if done.returncode else done.stdout.partition("\n")[0]

@@ -65,6 +65,9 @@ NAME = "tuned_loop"
 RANK = 16
 WARM_UP, TIMED = 2, 4
 """Untimed and timed steps of a loop. The first one compiles."""
+FULL_SHARE = 1.05
+"""A batch size is not tried if it would need more than this share of the memory limit: activations
+grow with it, and nothing else does."""
 KILLED_AFTER_S = 120
 """Seconds after the budget of a loop until its process is killed: a measurement that has begun
 within the budget may take this long."""
@@ -288,7 +291,8 @@ def run_loop(
 ) -> Iterator[dict[str, Any]]:
     """Measure a loop at larger and larger batch sizes; yield the figures of each.
 
-    It ends with the first batch size that is slower or does not fit, or after `budget_s`.
+    It ends with the first batch size that is slower or does not fit, or after `budget_s`, or if the
+    next one cannot fit: it would only be found out after compiling it.
     """
     began, best, batch = time.monotonic(), 0.0, loop.batch
     device = torch.device("cpu" if rehearse else "cuda")
@@ -306,6 +310,12 @@ def run_loop(
                 return
             if time.monotonic() - began >= budget_s:
                 yield {"not_tried": f"batch {larger(batch)} and above: {budget_s:.0f} s are over"}
+                return
+            needed = found["weights_gib"] + larger(batch) / batch * (
+                found["peak_gib"] - found["weights_gib"]
+            )
+            if needed * GIB > FULL_SHARE * memory_gb * 1e9:
+                yield {"not_tried": f"batch {larger(batch)}: it needs about {needed:.0f} GiB"}
                 return
             best, batch = found["images_s"], larger(batch)
 
@@ -380,6 +390,7 @@ def time_loop(
 ) -> dict[str, Any]:
     """Return speed and memory of a batch size, or why it cannot run."""
     began = time.monotonic()
+    weights_gib = torch.cuda.memory_allocated() / GIB
     try:
         step = make_training_step(
             transformer, *case.make_forward(transformer, batch, device), autocast=True
@@ -404,6 +415,7 @@ def time_loop(
         "images_s": batch / middle,
         "first_step_s": first_s,
         "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        "weights_gib": weights_gib,
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
         "loss_is_finite": bool(torch.isfinite(loss)),
     }
