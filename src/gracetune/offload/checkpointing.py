@@ -234,7 +234,8 @@ class BlockCompiler:
             inputs, named = self.uniform_inputs(block, forward, args, kwargs)
             if self._dynamic:
                 _mark_dynamic(inputs, self._min_samples)
-                _mark_dynamic(named.values(), self._min_samples)
+                for name, value in named.items():
+                    _mark_dynamic([value], self._min_samples, is_mask=MASK in name)
             self._block = f"{type(block).__name__} ({mode})"
             try:
                 return compiled(*inputs, **named)
@@ -319,26 +320,37 @@ def _cache_counts() -> tuple[int, int]:
 
 
 IMAGE_DIMS = 4
-"""Dimensions of a tensor whose last one is the width of an image, not its features."""
-MIN_DYNAMIC_SIZE = 8
+"""Dimensions of a tensor whose last two are the rows and columns of an image, not features."""
+MASK = "mask"
+"""Part of the names of arguments whose last dimension is tokens, although they may be floats."""
+MIN_DYNAMIC_SIZE = 16
 """Dimensions of at least this size are dynamic in a compiled graph. Smaller ones are batch sizes
-and the parameters of a modulation, which do not vary between samples."""
+and the parameters of a modulation (12 in Chroma), which do not vary between samples."""
+MIN_DYNAMIC_EDGE = 2
+"""Rows and columns of an image are dynamic from this size on: those of a U-Net's inner blocks are
+few. torch compiles a graph of its own for a dimension of one."""
 MIN_DYNAMIC_BATCH = 2
 """Smallest dynamic batch size: torch compiles a graph of its own for a batch of one."""
 
 
-def _mark_dynamic(values: Iterable[Any], min_samples: int = MIN_DYNAMIC_SIZE) -> None:
+def _mark_dynamic(
+    values: Iterable[Any], min_samples: int = MIN_DYNAMIC_SIZE, *, is_mask: bool = False
+) -> None:
     """Let one graph serve inputs of any length: images of any bucket, captions of any length.
 
-    The last dimension of vectors per token, the features, is left out. torch still fixes a marked
-    dimension that the model's weights determine. The first dimension is dynamic from `min_samples`
-    on.
+    The last dimension of vectors per token, the features, is left out; that of a mask is tokens.
+    torch still fixes a marked dimension that the model's weights determine. The first dimension is
+    dynamic from `min_samples` on.
     """
     for value in values:
         if isinstance(value, Tensor):
-            num_dims = value.dim() - (value.is_floating_point() and value.dim() < IMAGE_DIMS)
-            for dim in range(num_dims):
-                if value.shape[dim] >= (MIN_DYNAMIC_SIZE if dim else min_samples):
+            is_image = value.is_floating_point() and value.dim() >= IMAGE_DIMS
+            has_features = value.is_floating_point() and not is_image and not is_mask
+            least = [min_samples] + [MIN_DYNAMIC_SIZE] * (value.dim() - 1)
+            if is_image:
+                least[-2:] = [MIN_DYNAMIC_EDGE] * 2
+            for dim in range(value.dim() - has_features):
+                if value.shape[dim] >= least[dim]:
                     torch._dynamo.maybe_mark_dynamic(value, dim)
         elif isinstance(value, (tuple, list)):
             _mark_dynamic(value, min_samples)
