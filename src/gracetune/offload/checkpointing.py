@@ -179,8 +179,9 @@ class BlockCompiler:
         """Description of the block that is called."""
         self._cache_counts = (0, 0)
         self._collects_garbage = gc.isenabled()
-        self.gave_up = False
-        """True if a compilation failed, so that blocks run eagerly."""
+        self.failure = ""
+        """The warning that blocks run eagerly, because one could not be compiled or has failed;
+        empty as long as none has."""
         self.uniform_inputs = _UniformInputs()
         self._began = 0.0
         self._known_graph_breaks: set[str] = set(counters["graph_break"])
@@ -229,7 +230,7 @@ class BlockCompiler:
         forward = block.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self.gave_up:
+            if self.failure:
                 return eager(*args, **kwargs)
             inputs, named = self.uniform_inputs(block, forward, args, kwargs)
             if self._dynamic:
@@ -250,22 +251,22 @@ class BlockCompiler:
 
         Returns False if something else raised it, or if the step cannot be repeated.
         """
-        if self.gave_up or isinstance(error, (GracetuneError, torch.AcceleratorError)):
+        if isinstance(error, (GracetuneError, torch.AcceleratorError)):
             return False  # after an error of the accelerator, nothing can run on the device
         modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
         if not any(module.startswith(RUNS_GRAPHS) for module in modules):
             return False
-        self._give_up(error, "a compiled block failed")
+        if not self.failure:  # else another block of the step could not be compiled
+            self._give_up(error, "a compiled block failed")
         return True
 
     def _give_up(self, error: Exception, problem: str = "compilation failed") -> None:
-        self.gave_up = True
-        text = (
+        self.failure = (
             f"{problem}, so blocks run eagerly from now on, which is slower: "
             f"{type(error).__name__}: {_short_reason(str(error))}. Compilations so far: "
             f"{self.graphs}. Use fewer buckets, or set plan.compile: never."
         )
-        self._emit(Notice(text, level="warning", fallback=True))
+        self._emit(Notice(self.failure, level="warning", fallback=True))
 
     def _compilation_starts(self, *_: object) -> None:
         self._began, self._cache_counts = time.perf_counter(), _cache_counts()
