@@ -126,6 +126,13 @@ class RunFailedError(GracetuneError):
     exit_code = 1
 
 
+class CompiledBlockError(RuntimeError):
+    """A compiled block failed in a step, which can be repeated with eager blocks.
+
+    The training loop catches it; it never ends a run.
+    """
+
+
 class DiskFullError(GracetuneError, OSError):
     """A file cannot be written, because the disk or the user's quota is full.
 

@@ -4,10 +4,13 @@ Called as `rank_cases.py FOLDER NAME`: every CASE.json in FOLDER is trained, and
 CASE-NAME.safetensors. The name before the first dash of CASE is the plan for the blocks. A run with
 `-fp64` in its name computes in fp64, except where a model itself casts to fp32. On rank 1, a run
 with `-full` in its name runs out of memory once: in its second step, or in its first one if its
-name ends in `-first`.
+name ends in `-first`. With `-broken`, a compiled block fails there in the backward of the second
+step, and with `-refused`, no block can be compiled there.
 """
 
+import itertools
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from fakes.family_sessions import change_mode, family_session, small_plans
+from functorch.compile import make_boxed_func
 from safetensors.torch import save_file
+from torch._dynamo.backends.common import aot_autograd
 
 from gracetune.config.load import load_run_file
 from gracetune.events.types import StepDone, Validated
@@ -50,7 +55,7 @@ def train(path, mode, name):
     events = []
     made = in_fp64(build_module) if "-fp64" in path.stem else build_module.make_trainable
     with (
-        small_plans(),
+        small_plans(compiler_of(path.stem)),
         patch.object(build_module, "make_trainable", made),
         family_session(run, events.append, lambda count: [0]) as built,
     ):
@@ -82,6 +87,30 @@ def train(path, mode, name):
                 "texts": texts,
             }
             path.with_name(f"{path.stem}-{name}.result").write_text(json.dumps(found))
+
+
+def compiler_of(case):
+    """Return the backend that compiles blocks; on rank 1, it may fail as the case says."""
+    if os.environ.get("RANK") != "1" or case.split("-")[-1] not in ("broken", "refused"):
+        return "aot_eager"
+    # Four blocks run backward in each of the micro-batches of a step, which are four in all.
+    calls, failing = itertools.count(), 4 * 4 // int(os.environ["WORLD_SIZE"]) + 1
+
+    def compile_backward(graph, _inputs):
+        if case.endswith("refused"):
+            raise RuntimeError("no compiler here")
+
+        @make_boxed_func
+        def run(*values):
+            if next(calls) == failing:
+                raise RuntimeError("out of resource: shared memory")
+            return graph(*values)
+
+        return run
+
+    return aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=compile_backward
+    )
 
 
 def in_fp64(module):

@@ -88,3 +88,6 @@ def test_blocks_keep_what_the_plan_says(results):
         assert ("compiled;" in text) == (case == "compiled")
         assert ("100% of the optimizer state in host memory" in text) == (case == "hybrid")
         assert any("activations are not offloaded" in text for text in texts)
+        (shapes,) = [text for text in texts if text.startswith("shapes: ")]
+        assert "batches of 1 and 2" in shapes, "two ranks may have a part of a batch each"
+        assert ("graphs to compile" in shapes) == (case == "compiled")

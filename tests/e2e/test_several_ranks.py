@@ -30,6 +30,8 @@ CASES = {
     "offloaded": {},
     "recomputed": {},
     "compiled": {},
+    "compiled-broken": {"adapter": {"rank": 2, "dropout": 0.2}},
+    "compiled-refused": {"plan": {"compile": "auto"}},
     "streamed-full": {},
     "eager-ramp": {"gh200_optimizations": RAMP, "train": {"effective_batch_size": None}},
     "eager-small": {
@@ -130,6 +132,21 @@ def test_all_ranks_repeat_a_step_for_which_one_has_too_little_memory(results):
     found, _ = results("streamed-full", "ranks")
     (text,) = [text for text in found["texts"] if "out of memory" in text]
     assert text.startswith("rank 1 on ")
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("compiled-broken", "a compiled block failed, so blocks run eagerly from now on"),
+        ("compiled-refused", "compilation failed, so blocks run eagerly from now on"),
+    ],
+)
+def test_all_ranks_run_eagerly_if_a_compiled_block_fails_on_one(results, case, reason):
+    found, _ = results(case, "ranks")
+    failed, planned = [text for text in found["texts"] if "slower" in text or "again" in text]
+    assert failed.startswith("rank 1 on ")
+    assert reason in failed
+    assert planned.startswith("the run is planned again without compilation")
 
 
 def losses_of(folder):

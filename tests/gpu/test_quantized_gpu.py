@@ -89,7 +89,7 @@ def test_streamed_steps_equal_resident_ones(kind, compiled, recorder):
     syncs = [count_host_syncs(partial(step, one, batches[0]), 2) for one in (model, resident)]
     assert syncs[0] <= syncs[1]
     if compiler is not None:
-        assert not compiler.gave_up, recorder.texts()
+        assert not compiler.failure, recorder.texts()
         compiler.close()
     wrapped.close()
     ring.close()

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
-from gracetune.errors import ConfigError, RunFailedError
+from gracetune.errors import CompiledBlockError, ConfigError, RunFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,8 +46,8 @@ TEXT = "encoder_hidden_states"
 """Name of the sequence of text tokens."""
 
 
-class PeerOutOfMemoryError(torch.OutOfMemoryError):
-    """Raised if another rank of the context group is out of memory."""
+class PeerFailedError(torch.OutOfMemoryError):
+    """Raised if another rank of the context group has left the step, mostly out of memory."""
 
 
 def split_sizes(length: int, parts: int) -> list[int]:
@@ -62,7 +62,7 @@ class ContextGroup:
         """Describe the group; use `connect_context_group`, or no names to plan without ranks.
 
         `group` names the process group of the exchanges, `control` a gloo group on the CPU with
-        which ranks tell each other that they are out of memory; without it, they do not.
+        which ranks tell each other that they cannot finish a step; without it, they do not.
         """
         self.rank = rank
         self.size = size
@@ -75,16 +75,17 @@ class ContextGroup:
 
         Otherwise the others would wait in the next exchange for a rank that has left the block.
         Each rank announces in every exchange, and at the end of the block, that it is well. A rank
-        that is out of memory announces that instead, and the others raise where they hear it.
+        that is out of memory, or in which a compiled block failed, announces that instead, and the
+        others raise where they hear it.
         """
         if not self.control:
             yield
             return
         try:
             yield
-        except PeerOutOfMemoryError:
+        except PeerFailedError:
             raise
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, CompiledBlockError):
             _announce(self.control, failed=True)
             raise
         _check_peers(self.control)
@@ -265,7 +266,7 @@ def _check_peers(control: str, mark: int = 0) -> None:
         return
     has_failed, is_same = _announce(control, mark=mark)
     if has_failed:
-        raise PeerOutOfMemoryError("another rank of the context group is out of memory")
+        raise PeerFailedError("another rank of the context group cannot finish the step")
     if not is_same:
         raise RunFailedError(
             "the ranks of a context group exchange tokens in different orders. Set plan.compile: "

@@ -80,6 +80,9 @@ class DiffusersFamily:
     """Number of tokens to which captions are cut."""
     has_fixed_text_length: bool = False
     """True if all embeddings have the same number of tokens, because padding is embedded too."""
+    min_text_tokens: int = 1
+    """Number of tokens to which shorter captions are padded. Compiled blocks of a model that
+    computes text on its own need 16: fewer tokens are not dynamic (offload/checkpointing.py)."""
     text_arguments: Sequence[tuple[str, str]] = (("tokens", "prompt_embeds"),)
     """Names of an encoded caption's tensors and of the pipeline's arguments for them. The names for
     a negative prompt start with `negative_`."""
@@ -340,10 +343,10 @@ class DiffusersFamily:
             return {key: torch.stack([text[key] for text in texts]) for key in texts[0]}
         stacked = {k: torch.stack([text[k] for text in texts]) for k in texts[0] if k != "tokens"}
         tokens = [text["tokens"] for text in texts]
-        longest = max(map(len, tokens))
+        length = max(self.min_text_tokens, *map(len, tokens))
         return {
-            "tokens": pad_embeddings(tokens, longest),
-            "mask": padding_mask(tokens, longest),
+            "tokens": pad_embeddings(tokens, length),
+            "mask": padding_mask(tokens, length),
             **stacked,
         }
 

@@ -286,6 +286,7 @@ class QwenImage(DiffusersFamily):
     shapes = PLANNER_SHAPES
     video_vae = True
     channels_per_patch = True
+    min_text_tokens = 16  # a caption of one word has 6, an empty one 5
 
     def __init__(self, parts: PipelineParts) -> None:
         super().__init__(parts)

@@ -162,8 +162,9 @@ class BlockCompiler:
         """Description of the block that is called."""
         self._cache_counts = (0, 0)
         self._collects_garbage = gc.isenabled()
-        self.gave_up = False
-        """True if a compilation failed, so that blocks run eagerly."""
+        self.failure = ""
+        """The warning that blocks run eagerly, because one could not be compiled or has failed;
+        empty as long as none has."""
         self.uniform_inputs = _UniformInputs()
         self._began = 0.0
         self._known_graph_breaks: set[str] = set(counters["graph_break"])
@@ -212,12 +213,13 @@ class BlockCompiler:
         forward = block.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self.gave_up:
+            if self.failure:
                 return eager(*args, **kwargs)
             inputs, named = self.uniform_inputs(block, forward, args, kwargs)
             if self._dynamic:
                 _mark_dynamic(inputs, self._min_samples)
-                _mark_dynamic(named.values(), self._min_samples)
+                for name, value in named.items():
+                    _mark_dynamic([value], self._min_samples, is_mask=MASK in name)
             self._block = f"{type(block).__name__} ({mode})"
             try:
                 return compiled(*inputs, **named)
@@ -232,22 +234,22 @@ class BlockCompiler:
 
         Returns False if something else raised it, or if the step cannot be repeated.
         """
-        if self.gave_up or isinstance(error, (GracetuneError, torch.AcceleratorError)):
+        if isinstance(error, (GracetuneError, torch.AcceleratorError)):
             return False  # after an error of the accelerator, nothing can run on the device
         modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
         if not any(module.startswith(RUNS_GRAPHS) for module in modules):
             return False
-        self._give_up(error, "a compiled block failed")
+        if not self.failure:  # else another block of the step could not be compiled
+            self._give_up(error, "a compiled block failed")
         return True
 
     def _give_up(self, error: Exception, problem: str = "compilation failed") -> None:
-        self.gave_up = True
-        text = (
+        self.failure = (
             f"{problem}, so blocks run eagerly from now on, which is slower: "
             f"{type(error).__name__}: {_short_reason(str(error))}. Compilations so far: "
             f"{self.graphs}. Use fewer buckets, or set plan.compile: never."
         )
-        self._emit(Notice(text, level="warning", fallback=True))
+        self._emit(Notice(self.failure, level="warning", fallback=True))
 
     def _compilation_starts(self, *_: object) -> None:
         self._began, self._cache_counts = time.perf_counter(), _cache_counts()
@@ -302,26 +304,37 @@ def _cache_counts() -> tuple[int, int]:
 
 
 IMAGE_DIMS = 4
-"""Dimensions of a tensor whose last one is the width of an image, not its features."""
-MIN_DYNAMIC_SIZE = 8
+"""Dimensions of a tensor whose last two are the rows and columns of an image, not features."""
+MASK = "mask"
+"""Part of the names of arguments whose last dimension is tokens, although they may be floats."""
+MIN_DYNAMIC_SIZE = 16
 """Dimensions of at least this size are dynamic in a compiled graph. Smaller ones are batch sizes
-and the parameters of a modulation, which do not vary between samples."""
+and the parameters of a modulation (12 in Chroma), which do not vary between samples."""
+MIN_DYNAMIC_EDGE = 2
+"""Rows and columns of an image are dynamic from this size on: those of a U-Net's inner blocks are
+few. torch compiles a graph of its own for a dimension of one."""
 MIN_DYNAMIC_BATCH = 2
 """Smallest dynamic batch size: torch compiles a graph of its own for a batch of one."""
 
 
-def _mark_dynamic(values: Iterable[Any], min_samples: int = MIN_DYNAMIC_SIZE) -> None:
+def _mark_dynamic(
+    values: Iterable[Any], min_samples: int = MIN_DYNAMIC_SIZE, *, is_mask: bool = False
+) -> None:
     """Let one graph serve inputs of any length: images of any bucket, captions of any length.
 
-    The last dimension of vectors per token, the features, is left out. torch still fixes a marked
-    dimension that the model's weights determine. The first dimension is dynamic from `min_samples`
-    on.
+    The last dimension of vectors per token, the features, is left out; that of a mask is tokens.
+    torch still fixes a marked dimension that the model's weights determine. The first dimension is
+    dynamic from `min_samples` on.
     """
     for value in values:
         if isinstance(value, Tensor):
-            num_dims = value.dim() - (value.is_floating_point() and value.dim() < IMAGE_DIMS)
-            for dim in range(num_dims):
-                if value.shape[dim] >= (MIN_DYNAMIC_SIZE if dim else min_samples):
+            is_image = value.is_floating_point() and value.dim() >= IMAGE_DIMS
+            has_features = value.is_floating_point() and not is_image and not is_mask
+            least = [min_samples] + [MIN_DYNAMIC_SIZE] * (value.dim() - 1)
+            if is_image:
+                least[-2:] = [MIN_DYNAMIC_EDGE] * 2
+            for dim in range(value.dim() - has_features):
+                if value.shape[dim] >= least[dim]:
                     torch._dynamo.maybe_mark_dynamic(value, dim)
         elif isinstance(value, (tuple, list)):
             _mark_dynamic(value, min_samples)

@@ -161,47 +161,50 @@ def apply_plan(
         offload = _offload(blocks, plans, layout, ring, copy_engine, emit)
         if offload is not None:
             undo.callback(offload.close)
-        compiler = None
-        if layout.compiled:
-            compiler = BlockCompiler(
-                emit,
-                backend,
-                dynamic=layout.dynamic,
-                dynamic_batch=layout.dynamic_batch,
-                expected=layout.num_graphs,
-            )
-        if compiler is not None:
-            undo.callback(compiler.close)
-        modes = [_checkpoint_mode(plan, layout.compiled) for plan in plans]
-        eager_modes = [mode for _ in transformers for mode in layout.eager_modes]
-        eager_modes = eager_modes or [_checkpoint_mode(plan, compiled=False) for plan in plans]
-        wrappers = wrap_blocks(blocks, modes, compiler, ring, eager_modes)
-        undo.callback(wrappers.close)
+        compiler = _wrap(blocks, plans, layout, ring, emit, backend, undo)
         return AppliedPlan(ring, offload, compiler, undo.pop_all())
 
 
 def apply_checkpointing(
-    blocks: Sequence[nn.Module],
-    plans: Sequence[BlockPlan],
-    compiled: bool,
-    emit: Emit,
-    backend: str = "inductor",
-    eager_modes: Sequence[CheckpointMode] | None = None,
+    blocks: Sequence[nn.Module], layout: PlanLayout, emit: Emit, backend: str = "inductor"
 ) -> AppliedPlan:
     """Set what blocks keep for backward, and compile them; their weights stay where they are.
 
-    For blocks that `fully_shard` divides among ranks, which moves weights itself. `eager_modes` are
-    the modes of blocks that cannot be compiled after all; default: those of the plans.
+    For blocks that `fully_shard` divides among ranks, which moves weights itself. `blocks` are
+    those of all transformers, which use the same layout.
     """
+    plans = [*layout.blocks] * (len(blocks) // len(layout.blocks))
     assert all(p.weights == "resident" and p.activations != "offload" for p in plans), plans
     with ExitStack() as undo:
-        compiler = BlockCompiler(emit, backend) if compiled else None
-        if compiler is not None:
-            undo.callback(compiler.close)
-        modes = [_checkpoint_mode(plan, compiled) for plan in plans]
-        wrappers = wrap_blocks(blocks, modes, compiler, eager_modes=eager_modes)
-        undo.callback(wrappers.close)
+        compiler = _wrap(blocks, plans, layout, None, emit, backend, undo)
         return AppliedPlan(None, None, compiler, undo.pop_all())
+
+
+def _wrap(
+    blocks: Sequence[nn.Module],
+    plans: Sequence[BlockPlan],
+    layout: PlanLayout,
+    ring: WeightRing | None,
+    emit: Emit,
+    backend: str,
+    undo: ExitStack,
+) -> BlockCompiler | None:
+    """Wrap the blocks of all transformers, and return the compiler if they are compiled."""
+    compiler = None
+    if layout.compiled:
+        compiler = BlockCompiler(
+            emit,
+            backend,
+            dynamic=layout.dynamic,
+            dynamic_batch=layout.dynamic_batch,
+            expected=layout.num_graphs,
+        )
+        undo.callback(compiler.close)
+    modes = [_checkpoint_mode(plan, layout.compiled) for plan in plans]
+    eager_modes = [*layout.eager_modes] * (len(blocks) // len(layout.blocks))
+    eager_modes = eager_modes or [_checkpoint_mode(plan, compiled=False) for plan in plans]
+    undo.callback(wrap_blocks(blocks, modes, compiler, ring, eager_modes).close)
+    return compiler
 
 
 def _checkpoint_mode(plan: BlockPlan, compiled: bool) -> CheckpointMode:

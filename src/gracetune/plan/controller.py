@@ -8,7 +8,7 @@ Life of a plan during training:
    better or the old one exceeds the budget.
 3. If a block cannot be compiled after all, it runs eagerly to the end of the step.
    `replan_without_compilation` then applies an eager plan. If a compiled block fails while it runs,
-   forward or backward, the loop applies the eager plan and repeats the step.
+   forward or backward, all ranks apply the eager plan and repeat the step.
 4. If a step runs out of device memory, `reduce_memory` releases slots that the ring added, or
    applies a smaller plan. The loop then repeats the step.
 
@@ -18,13 +18,15 @@ from eager ones. A checkpoint therefore stores the plan, and a resumed run uses 
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from gracetune.distributed.heartbeat import is_lost_rank_error
 from gracetune.distributed.ranks import SINGLE
+from gracetune.errors import CompiledBlockError
 from gracetune.events.types import Notice, WeightsStreamed
 from gracetune.memory.oversubscription import hard_reclamation
 from gracetune.offload.copy_engine import OffloadError
@@ -34,7 +36,7 @@ from gracetune.plan.simulate import candidate_of
 from gracetune.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from gracetune.data.sample import Batch, Shape
     from gracetune.distributed.ranks import RankGroup
@@ -190,7 +192,7 @@ class PlanController:
         peak = self._meter.peak_nbytes()
         self._emit(Notice(self._comparison(seconds, peak)))
         compiler = self._applied.compiler
-        if self._ranks.is_main and compiler is not None and not compiler.gave_up:
+        if self._ranks.is_main and compiler is not None and not compiler.failure:
             self._problem.remember_graphs(self.plan)
         is_first, self._was_checked = not self._was_checked, True
         measured = StepMeasurement(
@@ -216,15 +218,25 @@ class PlanController:
         (gave_up,) = self._ranks.any(self._gave_up_compiling)
         return gave_up
 
-    def handle_failed_step(self, error: Exception) -> bool:
-        """Stop compiling if a compiled block raised the error of a step; return False if none did.
+    @contextmanager
+    def recognizing_compiled_blocks(self) -> Iterator[None]:
+        """Raise `CompiledBlockError` instead of an error that a compiled block raises in the block.
 
-        `replan_without_compilation` must follow before the step is repeated. With several ranks the
-        result is False: the others wait for this rank in the middle of the step.
+        Blocks run eagerly from then on. `replan_without_compilation` must follow on all ranks
+        before the step is repeated.
         """
-        compiler = self._applied.compiler
-        is_alone = self._ranks.world_size == 1
-        return is_alone and compiler is not None and compiler.handle_failed_step(error)
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            compiler = self._applied.compiler
+            if compiler is None or is_lost_rank_error(error):
+                raise
+            if not compiler.handle_failed_step(error):
+                raise
+            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            raise CompiledBlockError(reason) from None
 
     def replan_without_compilation(self) -> bool:
         """Apply the best eager plan, because a block could not be compiled.
@@ -232,6 +244,7 @@ class PlanController:
         Call this between steps, on all ranks together. Returns False if no eager plan fits: then
         the blocks stay as they are.
         """
+        self._report_other_ranks()
         self._problem = _without_compilation(self._problem)
         eager = None
         with suppress(PlanError):
@@ -245,6 +258,15 @@ class PlanController:
         if failure and not self.reduce_memory(failure):
             raise PlanError(f"the blocks cannot be compiled, and no eager plan fits: {failure}")
         return True
+
+    def _report_other_ranks(self) -> None:
+        """Emit why blocks run eagerly if only other ranks know: the main rank writes the log."""
+        compiler = self._applied.compiler
+        failures = self._ranks.gather("" if compiler is None else compiler.failure)
+        failed = [rank for rank, text in enumerate(failures) if text]
+        if self._ranks.is_main and failed and failed[0] > 0:
+            text = f"{self._ranks.name(failed[0])}: {failures[failed[0]]}"
+            self._emit(Notice(text, level="warning", fallback=True))
 
     def reduce_memory(self, reason: str) -> bool:
         """Release ring slots or apply a smaller plan, after an out-of-memory error.
@@ -441,7 +463,7 @@ class PlanController:
     @property
     def _gave_up_compiling(self) -> bool:
         compiler = self._applied.compiler
-        return compiler is not None and compiler.gave_up
+        return compiler is not None and bool(compiler.failure)
 
     def _problem_now(self) -> PlanProblem:
         """Return the planning problem for a change of the plan.

@@ -417,6 +417,12 @@ def apply_to_family(
     All `ranks` must call this at the same time, with the same plan. `problem` is the one that the
     plan solves; it has the shapes of the run's batches. None: blocks are compiled for any shapes.
     """
+    layout = layout_of(plan, problem, spare_nbytes)
+    return apply_layout(layout, family, copy_engine, emit, ranks)
+
+
+def layout_of(plan: Plan, problem: PlanProblem | None, spare_nbytes: int = 0) -> PlanLayout:
+    """Return a plan in the form that is applied; `apply_to_family` explains `problem`."""
     layout = PlanLayout(
         plan.blocks,
         plan.compiled,
@@ -428,7 +434,7 @@ def apply_to_family(
     )
     if problem is not None and plan.compiled:
         layout = replace(layout, eager_modes=problem.model.eager_modes(plan))
-    return apply_layout(layout, family, copy_engine, emit, ranks)
+    return layout
 
 
 def apply_layout(

@@ -27,13 +27,16 @@ from gracetune.models.family import transformers_of
 from gracetune.optim.build import state_nbytes_per_element_of
 from gracetune.optim.offloaded_state import StateOffloadSettings
 from gracetune.plan.apply import apply_checkpointing
+from gracetune.plan.compile_cache import compile_cache_of
 from gracetune.plan.controller import CudaMemoryMeter, NullMemoryMeter, PlanController
 from gracetune.plan.machines import CLUSTERS, FITTED_CONSTANTS, THIS_CLUSTER
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.planner import (
     agreed_plan,
+    describe_shapes,
     device_nbytes_for,
     free_host_nbytes,
+    layout_of,
     lowest_rates,
     measure_rates,
     ranks_on_device,
@@ -111,7 +114,11 @@ def plan_sharded_run(
     may_compile = True in constraints_of(run).compile
     model = build_cost_model(target, rates, may_compile=may_compile)
     inputs.timer.end("tracing")
-    problem = build_sharded_problem(run, family, inputs, model, link, device_nbytes)
+    problem = replace(
+        build_sharded_problem(run, family, inputs, model, link, device_nbytes),
+        shapes=inputs.shapes,
+        compile_cache=compile_cache_of(device),
+    )
     plan, was_checked = agreed_plan(problem, inputs.saved_plan, ranks, emit)
     inputs.timer.end("searching")
     emit(Notice(f"plan: {layout.describe()}; {describe(plan)}"))
@@ -122,15 +129,12 @@ def plan_sharded_run(
             f"distributed.strategy {run.distributed.strategy}; rates of the network are assumed"
         )
     )
+    emit(Notice(describe_shapes(problem, plan)))
 
     def apply(plan: Plan, _: int) -> AppliedPlan:
         if not run.distributed.cpu_offload:
             stepper.set_host_share(plan.host_state)
-        experts = len(transformers_of(family.transformer))
-        modes = problem.model.eager_modes(plan) * experts if plan.compiled else None
-        return apply_checkpointing(
-            family.blocks(), plan.blocks * experts, plan.compiled, emit, eager_modes=modes
-        )
+        return apply_checkpointing(family.blocks(), layout_of(plan, problem), emit)
 
     return PlanController(
         problem, plan, apply, meter, latent_shape.numel(), emit, was_checked, ranks

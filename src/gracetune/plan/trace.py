@@ -10,6 +10,7 @@ The model may be loaded or on the meta device. Its weights are not read and noth
 
 from __future__ import annotations
 
+import gc
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import _lru_cache_wrapper, partial
@@ -112,6 +113,26 @@ def trace_model(target: TraceTarget, batch: int, may_compile: bool = True) -> Mo
     Without `may_compile`, compiled blocks are not traced, which takes most of the time.
     """
     check_blocks(target)
+    with _without_collections():
+        return _trace_model(target, batch, may_compile)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect no garbage while a model is traced.
+
+    Tracing makes millions of objects, and each full collection would visit all of the process.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _trace_model(target: TraceTarget, batch: int, may_compile: bool) -> ModelTraces:
     # Tables such as rotary frequencies may be plain attributes, which stay real tensors.
     with _helpers_restored(target.model), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = fake_weights(target.model, target.compute_dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,12 @@ import torch
 from gracetune.data.batch_order import LoaderState, RankShare, describe_imbalance
 from gracetune.distributed.gradients import check_same_weights
 from gracetune.distributed.heartbeat import StragglerWatch
-from gracetune.errors import GracetuneError, InterruptedRunError, RunFailedError
+from gracetune.errors import (
+    CompiledBlockError,
+    GracetuneError,
+    InterruptedRunError,
+    RunFailedError,
+)
 from gracetune.events.types import HealthChanged, Notice, RampChanged, RatesSpread, StepDone
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.offloaded_state import FREE_DEVICE_MEMORY
@@ -41,7 +46,8 @@ from gracetune.train.telemetry import Telemetry
 from gracetune.train.validate import ValidationWriteError, validate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -217,7 +223,8 @@ def _step(
     rank is out of memory, all ranks change to a plan that needs less memory, or move more to
     managed memory, and repeat the step with the same batches and random numbers. The check takes
     memory that the plan does not contain, so the first repetition is without it. If a compiled
-    block fails, the step is repeated with an eager plan.
+    block fails on any rank, all repeat the step with an eager plan; ranks that divide the weights
+    cannot repeat a step.
     """
     state, controller = session.state, session.plan_controller
     expert = turn_at(state, progress).expert
@@ -225,20 +232,19 @@ def _step(
     check = first_step_check.finish if is_first else None
     position, rng = stream.state, torch_rng_state()
     updates = state.stepper.num_steps
+    compiled: Callable[[], AbstractContextManager[None]] = nullcontext
+    if controller is not None and state.sharded is None:
+        compiled = controller.recognizing_compiled_blocks
     while True:
         try:
             batches = stream.take_step()
             if controller is not None:
                 batches = _counted(batches, controller)
-            return train_step(state, batches, micro_batches, progress, check)
-        except torch.OutOfMemoryError as error:
-            # Drop the traceback: its frames keep the tensors of the failed step alive.
-            failure: Exception = error.with_traceback(None)
-        except Exception as error:  # compiled code may raise anything
-            has_updated = state.stepper.num_steps > updates
-            if has_updated or controller is None or not controller.handle_failed_step(error):
-                raise
+            return train_step(state, batches, micro_batches, progress, check, compiled)
+        except (torch.OutOfMemoryError, CompiledBlockError) as error:
+            # Drop the tracebacks: their frames keep the tensors of the failed step alive.
             failure = error.with_traceback(None)
+            failure.__context__ = None
         reason = next(iter(str(failure).splitlines()), "")
         if state.stepper.num_steps > updates:  # a second try would apply the update twice
             raise RunFailedError(
@@ -246,7 +252,7 @@ def _step(
                 f"checkpoints are kept. {FREE_DEVICE_MEMORY} and run the same command again."
             ) from failure
         state.optimizer.zero_grad()
-        if controller is not None and not isinstance(failure, torch.OutOfMemoryError):
+        if controller is not None and isinstance(failure, CompiledBlockError):
             first_step_check.cancel()
             controller.replan_without_compilation()
             first_step_check.begin(expert)  # the eager plan is checked instead

@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from gracetune.distributed.context_parallel import SINGLE_CONTEXT
 from gracetune.distributed.layout import SINGLE_LAYOUT
-from gracetune.errors import RunFailedError
+from gracetune.errors import CompiledBlockError, RunFailedError
 from gracetune.memory.managed_roles import ManagedGroups
 from gracetune.models.family import bind_expert
 from gracetune.optim.offloaded_state import FREE_DEVICE_MEMORY
@@ -35,6 +35,7 @@ from gracetune.train.timesteps import sample_timesteps, scheduled_timesteps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from accelerate import Accelerator
     from torch import Tensor, nn
@@ -210,13 +211,15 @@ def train_step(
     micro_batches: int,
     progress: TrainProgress,
     check_gradients: Callable[[Expert | None, bool], None] | None = None,
+    recognizing_compiled_blocks: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StepResult:
     """Accumulate gradients over the micro-batches of a step, then update the weights.
 
     `batches` has the micro-batches of this rank, each with True if it is the rank's last one; the
     ranks of a context group have the same ones.
     `micro_batches` is the number over all ranks. `check_gradients` is called before the update,
-    with the trained transformer, and with True if every rank had one micro-batch.
+    with the trained transformer, and with True if every rank had one micro-batch. Forward and
+    backward run in `recognizing_compiled_blocks` (`PlanController`).
 
     Each backward adds the *sum* of its samples' losses. Gradients are then summed over ranks and
     divided once by the number of samples seen on all ranks. Every sample therefore has the same
@@ -227,16 +230,17 @@ def train_step(
     turn, recorder = turn_at(state, progress), state.recorder
     recorder.mark("begin")
     state.reducer.begin(trained_parameters(state, turn.expert))
-    failure = ""
+    failure, has_compiled_block_failed = "", False
     totals = torch.zeros(2, device=state.accelerator.device)  # sum of losses, number of samples
     try:
         num_passes = state.reducer.num_passes(micro_batches)
-        with state.context.fail_together():
+        with state.context.fail_together(), recognizing_compiled_blocks():
             _accumulate_gradients(state, recorder.timed(batches), turn, totals, num_passes)
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, CompiledBlockError) as error:
         if ranks.world_size == 1:
             raise
         failure = str(error).splitlines()[0]
+        has_compiled_block_failed = isinstance(error, CompiledBlockError)
     recorder.mark("gradients")
     if failure:  # out of the `except` clause, so that the tensors of the failed step are freed
         state.optimizer.zero_grad()
@@ -245,7 +249,7 @@ def train_step(
         state.reducer.finish()
     loss_sum, samples = _sum_over_ranks(state.layout, totals)
     if state.sharded is None:  # such ranks end the run if one has failed
-        _raise_if_any_failed(ranks, failure)
+        _raise_if_any_failed(ranks, failure, in_compiled_block=has_compiled_block_failed)
     if check_gradients is not None:
         check_gradients(turn.expert, micro_batches <= state.layout.data_size)
 
@@ -311,17 +315,21 @@ def _sum_over_ranks(layout: Layout, values: Tensor) -> Tensor:
     return values / layout.context_size
 
 
-def _raise_if_any_failed(ranks: RankGroup, failure: str) -> None:
-    """Raise `RankOutOfMemoryError` on all ranks if the step of one has failed.
+def _raise_if_any_failed(
+    ranks: RankGroup, failure: str, *, in_compiled_block: bool = False
+) -> None:
+    """Raise the same error on all ranks if the step of one has failed.
 
-    All ranks then free memory in the same way, and repeat the step together.
+    It is `CompiledBlockError` if a compiled block failed on any of them, else
+    `RankOutOfMemoryError`. All ranks then change their plan in the same way, and repeat the step
+    together.
     """
-    (has_failed,) = ranks.any(bool(failure))
+    has_failed, has_compiled_block_failed = ranks.any(bool(failure), in_compiled_block)
     if has_failed:
-        reasons = [
+        reasons = "; ".join(
             f"{ranks.name(rank)}: {text}" for rank, text in enumerate(ranks.gather(failure)) if text
-        ]
-        raise RankOutOfMemoryError("; ".join(reasons))
+        )
+        raise (CompiledBlockError if has_compiled_block_failed else RankOutOfMemoryError)(reasons)
 
 
 def _update_weights(state: TrainState) -> None:

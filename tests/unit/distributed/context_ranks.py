@@ -19,7 +19,7 @@ from diffusers import (
 )
 
 from gracetune.adapters.compute.dropout import DropoutSeeds
-from gracetune.distributed.context_parallel import PeerOutOfMemoryError, connect_context_group
+from gracetune.distributed.context_parallel import PeerFailedError, connect_context_group
 from gracetune.distributed.layout import Layout
 from gracetune.distributed.ranks import connect_ranks
 from gracetune.models.context_parallel import split_transformer, whole_sequences
@@ -142,7 +142,7 @@ def fail_in_a_pass(transformer, arguments, context):
     try:
         with context.fail_together():
             gradients(transformer, arguments)
-    except PeerOutOfMemoryError:
+    except PeerFailedError:
         return "told"
     except torch.OutOfMemoryError:
         return "failed"

@@ -15,6 +15,7 @@ from gracetune.models import qwen_image
 from gracetune.models.diffusers_family import append_channels, pack_latents, unpack_latents
 from gracetune.models.family import load_family
 from gracetune.models.pipeline_folder import without_progress_bars
+from gracetune.offload.checkpointing import MIN_DYNAMIC_SIZE
 
 PROMPT = "a red ring on the box"
 
@@ -45,6 +46,15 @@ def test_captions_of_a_batch_are_masked_to_their_lengths(miniature):
     lengths = stacked["mask"].sum(1).tolist()
     assert lengths[0] == stacked["tokens"].shape[1] > lengths[1]
     assert (stacked["tokens"][1, lengths[1] :] == 0).all()
+
+
+def test_short_captions_of_qwen_image_share_a_graph_with_long_ones(miniature):
+    """The tokenizer of the miniature makes captions longer than they are for the real model."""
+    family = load("qwen_image", miniature("qwen-image"))
+    empty, word = ({"tokens": torch.ones(length, 32)} for length in (5, 6))
+    stacked = family.stack_text([empty, word])
+    assert stacked["tokens"].shape[1] == MIN_DYNAMIC_SIZE
+    assert stacked["mask"].sum(1).tolist() == [5, 6]
 
 
 @pytest.mark.parametrize(

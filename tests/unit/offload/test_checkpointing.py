@@ -259,6 +259,57 @@ def test_batches_of_several_sizes_share_a_graph_except_those_of_one_sample():
     assert graphs == [1, 1, 1, 2, 2]
 
 
+class Masked(nn.Module):
+    """A block like Chroma's: it adds a mask of floats, and reads twelve vectors of a modulation."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, temb, attention_mask):
+        scale, shift = temb.chunk(2, dim=1)
+        scores = x @ x.transpose(1, 2) + attention_mask[:, None]
+        return scores @ x * (self.trained + scale.sum(1, keepdim=True)) + shift.sum(1, keepdim=True)
+
+
+def test_masks_of_floats_are_as_long_as_any_sequence(compiler):
+    blocks = nn.ModuleList(Masked() for _ in range(2))
+    wrap_blocks(blocks, ["keep"] * 2, compiler)
+    for tokens in (TOKENS, TOKENS + 8, 2 * TOKENS):
+        x, temb, mask = (
+            torch.ones(1, tokens, WIDTH),
+            torch.ones(1, 12, WIDTH),
+            torch.ones(1, tokens),
+        )
+        for block in blocks:
+            x = block(x, temb=temb, attention_mask=mask)
+        x.mean().backward()
+    assert compiler.graphs == 1
+    assert not hasattr(temb, "_dynamo_weak_dynamic_indices"), "a modulation does not vary"
+
+
+class Stage(nn.Module):
+    """An inner block of a U-Net, whose images have few rows and columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixed = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.mixed(functional.silu(x))
+
+
+def test_images_of_few_rows_share_a_graph(compiler):
+    blocks = nn.ModuleList(Stage() for _ in range(2))
+    wrap_blocks(blocks, ["keep"] * 2, compiler)
+    for rows, columns in ((6, 10), (8, 8), (10, 6), (12, 5)):
+        x = torch.ones(1, WIDTH, rows, columns, requires_grad=True)
+        for block in blocks:
+            x = block(x)
+        x.mean().backward()
+    assert compiler.graphs == 1
+
+
 class Joint(nn.Module):
     """A block of text and image that returns slices of one tensor."""
 

@@ -21,7 +21,7 @@ from gracetune.distributed.layout import build_layout
 from gracetune.distributed.ranks import RankGroup
 from gracetune.distributed.sharding import shard_model
 from gracetune.models.family import SampleShape
-from gracetune.plan.apply import apply_checkpointing
+from gracetune.plan.apply import PlanLayout, apply_checkpointing
 from gracetune.plan.machines import find_machine, machine_rates
 from gracetune.plan.memory import FixedMemory, device_bytes
 from gracetune.plan.meta_models import build_meta_model
@@ -96,7 +96,7 @@ def measure(cost_model, mode, world_size, settings):
     planned = device_bytes(divided.at(BATCH), candidate, fixed).total
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     sharded = shard_model({"": model}, blocks, layout, section, torch.device("cpu"), print)
-    applied = apply_checkpointing(blocks, plans, compiled=False, emit=print)
+    applied = apply_checkpointing(blocks, PlanLayout(plans, compiled=False), emit=print)
     batch = {
         name: torch.ones_like(value) if value.dtype == torch.int64 else torch.randn(value.shape)
         for name, value in loaded._inputs(BATCH).items()

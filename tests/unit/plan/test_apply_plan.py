@@ -13,7 +13,7 @@ from gracetune.offload import buffer_autosize
 from gracetune.offload.activations import OffloadSettings
 from gracetune.offload.copy_engine import SynchronousCopyEngine
 from gracetune.offload.stall_timer import HostStallWindow
-from gracetune.plan.apply import PlanLayout, apply_plan
+from gracetune.plan.apply import PlanLayout, apply_checkpointing, apply_plan
 from gracetune.plan.result import BlockPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -143,6 +143,22 @@ def test_blocks_that_cannot_be_compiled_use_their_eager_modes(eager_modes, calls
     torch._dynamo.reset()
     assert all(map(torch.equal, found, expected))
     assert sum(with_gradient) == calls, "once in forward, and once more if it is recomputed"
+
+
+def test_divided_blocks_are_compiled_for_the_shapes_of_the_run():
+    """`fully_shard` moves their weights, but batches of all sizes must share a graph here, too."""
+    model, events = make(), []
+    torch._dynamo.reset()
+    plans = [BlockPlan("resident", "lean")] * len(WAYS)
+    layout = PlanLayout(plans, True, dynamic_batch=True, num_graphs=1)
+    blocks = [block for each in parts(model).values() for block in each]
+    placed = apply_checkpointing(blocks, layout, events.append, "aot_eager_decomp_partition")
+    for batch, expert in ((4, "high"), (3, "low"), (2, "high")):
+        model(torch.ones(batch, TOKENS, WIDTH), expert=expert).mean().backward()
+    assert placed.compiler.graphs == 1
+    placed.close()
+    torch._dynamo.reset()
+    assert events[0].text == "compile: graph 1 of 1, Block (lean)"
 
 
 class FallingStalls(SynchronousCopyEngine):

@@ -42,7 +42,7 @@ class FakeRing:
 
 
 class FakeCompiler:
-    graphs, seconds, gave_up = 3, 40.0, False
+    graphs, seconds, failure = 3, 40.0, ""
 
 
 class FakePlacedModel:
@@ -315,7 +315,7 @@ def test_compilation_during_a_measurement_is_noticed(case):
 def test_a_run_that_cannot_compile_gets_smaller_plans_without_compilation(case):
     one = case(900, compiled=(True,))
     one.placed[-1].compiler = FakeCompiler()
-    one.placed[-1].compiler.gave_up = True
+    one.placed[-1].compiler.failure = "it failed"
     assert one.plan.compiled
     assert one.controller.reduce_memory("full.")
     assert not one.plan.compiled
@@ -326,7 +326,7 @@ def test_a_run_that_cannot_compile_is_planned_again_without_compilation(case):
     one.placed[-1].compiler = FakeCompiler()
     assert one.plan.compiled
     assert not one.controller.has_failed_to_compile()
-    one.placed[-1].compiler.gave_up = True
+    one.placed[-1].compiler.failure = "it failed"
     assert one.controller.has_failed_to_compile()
     assert one.controller.replan_without_compilation()
     assert one.placed[-1].plan is one.plan
@@ -343,7 +343,7 @@ def test_a_run_that_cannot_compile_is_planned_again_without_compilation(case):
 def test_compiled_graphs_are_remembered_after_the_first_steps(case, monkeypatch, gave_up):
     one = case(ROOMY, compiled=(True,))
     one.placed[-1].compiler = FakeCompiler()
-    one.placed[-1].compiler.gave_up = gave_up
+    one.placed[-1].compiler.failure = "it failed" if gave_up else ""
     remembered = []
     monkeypatch.setattr(PlanProblem, "remember_graphs", lambda _, plan: remembered.append(plan))
     plan = one.plan
@@ -354,7 +354,7 @@ def test_compiled_graphs_are_remembered_after_the_first_steps(case, monkeypatch,
 def test_blocks_stay_eager_if_no_eager_plan_fits(case, monkeypatch):
     one = case(ROOMY, compiled=(True,))
     one.placed[-1].compiler = FakeCompiler()
-    one.placed[-1].compiler.gave_up = True
+    one.placed[-1].compiler.failure = "it failed"
     monkeypatch.setattr(PlanProblem, "solve", no_plan)
     before = one.plan
     assert one.controller.has_failed_to_compile()

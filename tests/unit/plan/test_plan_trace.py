@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -324,6 +326,19 @@ def test_tracing_does_not_read_weights() -> None:
     trace_model(build_trace_target(model), 1)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_tracing_collects_no_garbage() -> None:
+    """Each full collection would visit half a million objects of torch and diffusers."""
+    target, seen = build_trace_target(Stack(1)), []
+
+    def predict(called: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        seen.append(gc.isenabled())
+        return target.predict(called, batch)
+
+    trace_model(replace(target, predict=predict), 1)
+    assert set(seen) == {False}
+    assert gc.isenabled()
 
 
 def test_a_model_without_blocks_is_an_error() -> None:
