@@ -37,6 +37,10 @@ class CompileCache:
         marker = self._marker(graph)
         return marker is not None and marker.exists()
 
+    def is_empty(self) -> bool:
+        """Return True if no graph was noted yet."""
+        return self.folder is None or not self.folder.exists()
+
     def add(self, graphs: Iterable[object]) -> None:
         """Write markers of graphs that were compiled."""
         for marker in filter(None, map(self._marker, graphs)):

@@ -101,6 +101,20 @@ def test_graphs_in_the_compile_cache_are_loaded_faster(tmp_path: Path) -> None:
         assert other.compile_seconds(plan) == COMPILER_START_SECONDS + GRAPH_SECONDS
 
 
+def test_of_plans_about_as_fast_the_one_with_cached_graphs_is_chosen(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path / "markers")
+    problem = replace(build_problem(10**6, compiled=(True,)), compile_cache=cache)
+    first = problem.solve(problem.budget)
+    assert {block.activations for block in first.blocks} == {"lean"}
+    for mode, chosen in ("recompute", "lean"), ("keep", "keep"):  # recomputing takes longer
+        blocks = tuple(replace(block, activations=mode) for block in first.blocks)
+        problem.remember_graphs(replace(first, blocks=blocks))
+        second = problem.solve(problem.budget)
+        assert {block.activations for block in second.blocks} == {chosen}
+    problem.remember_graphs(first)
+    assert problem.solve(problem.budget) == first
+
+
 def test_a_plan_counts_its_graphs_by_block_mode_placement_and_batch_size() -> None:
     problem = build_problem(10**6, compiled=(True,))
     plan = problem.solve(problem.budget)
