@@ -40,6 +40,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from gracetune import __version__
 from gracetune.errors import GracetuneError
 from gracetune.events.types import Notice
 from gracetune.offload.recompute import checkpoint_block
@@ -181,6 +182,11 @@ class BlockCompiler:
         known = functorch.get_config_copy().keys() & COMPILER_SETTINGS  # differs by torch version
         self._settings.enter_context(
             functorch.patch({name: COMPILER_SETTINGS[name] for name in known})
+        )
+        # Graphs call operators by name, so torch's keys lack the code that gives their shapes.
+        tag = f"{torch.compiler.config.cache_key_tag} gracetune {__version__}".strip()
+        self._settings.enter_context(
+            torch.compiler.config.patch(cache_key_tag=tag)  # type: ignore[attr-defined]
         )
         # Two lengths that are equal in the first batch may differ in the next one.
         self._settings.enter_context(

@@ -1,6 +1,6 @@
 """Checkpointed blocks give the same numbers, eager or compiled, resident or streamed."""
 
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gracetune import __version__
 from gracetune.errors import GracetuneError
 from gracetune.offload.checkpointing import BlockCompiler, wrap_blocks
 from gracetune.offload.copy_engine import SynchronousCopyEngine
@@ -482,6 +483,14 @@ def test_graph_breaks_are_reported_once_and_give_the_same_numbers(compiler):
         "blocks are compiled in several parts (graph breaks), which is slower: "
     )
     assert "graph_break" in notice.text
+
+
+def test_cached_graphs_of_another_version_are_not_used():
+    """torch's cache has graphs by their code, and by this tag."""
+    before = torch.compiler.config.cache_key_tag
+    with closing(BlockCompiler(print, BACKEND)):
+        assert torch.compiler.config.cache_key_tag == f"{before} gracetune {__version__}".strip()
+    assert torch.compiler.config.cache_key_tag == before
 
 
 def test_close_restores_the_original_forward():
