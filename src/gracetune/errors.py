@@ -126,11 +126,8 @@ class RunFailedError(GracetuneError):
     exit_code = 1
 
 
-class CompiledBlockError(RuntimeError):
-    """A compiled block failed in a step, which can be repeated with eager blocks.
-
-    The training loop catches it; it never ends a run.
-    """
+class CompiledBlockError(RunFailedError):
+    """A compiled block failed in a step. The training loop repeats the step with eager blocks."""
 
 
 class DiskFullError(GracetuneError, OSError):

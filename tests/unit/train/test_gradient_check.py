@@ -212,12 +212,12 @@ def test_memory_for_the_check_does_not_shrink_the_plan(tiny_run, recorder, monke
 
     train_step, failures = loop.train_step, []
 
-    def fail_once(state, batches, accumulation, progress, check):
+    def fail_once(state, batches, accumulation, progress, check, compiled):
         if not failures:
             failures.append(check)
             next(iter(batches))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return train_step(state, batches, accumulation, progress, check)
+        return train_step(state, batches, accumulation, progress, check, compiled)
 
     monkeypatch.setattr(loop, "train_step", fail_once)
     run_training(tiny_run(adapter={"rank": 4}, plan=LITTLE), sinks=[recorder])
