@@ -46,6 +46,8 @@ from gracetune.data.video import decode_video
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+"""Resolution of the CPU time: a rehearsal may take less."""
 SIZE = (352, 264)
 """Width and height of the bucket, in pixels."""
 CLIP = (17, 24.0)
@@ -140,7 +142,7 @@ class Rates(NamedTuple):
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process and of its finished children."""
+    """Return the CPU time of this process and of its finished children, in steps of `TICK_S`."""
     return sum(os.times()[:4])
 
 
@@ -158,7 +160,7 @@ def take_turns(
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             began, used = time.perf_counter(), cpu_seconds()
             assert variants[name](part) == len(part)
-            wall, cpu = time.perf_counter() - began, cpu_seconds() - used
+            wall, cpu = time.perf_counter() - began, max(cpu_seconds() - used, TICK_S)
             rates[name].append(Rates(len(part) / wall, len(part) / cpu))
     return rates
 
