@@ -136,6 +136,8 @@ class PlanProblem:
     def _cached_alternatives(self, budget: PlanBudget, plans: Sequence[Plan]) -> list[Plan]:
         """Return plans whose graphs are all in the compile cache, if those of `plans` are not.
 
+        They have the batch size and the roles in managed memory of one of `plans`.
+
         Rates are measured anew in each run. Of two plans that are about as fast, a second run would
         otherwise choose the other one now and then, and compile all its graphs.
         """
@@ -143,7 +145,12 @@ class PlanProblem:
             return []
         constraints = replace(self.constraints, compile=(True,))
         found = find_best_plan(self.model, self.fixed, budget, constraints, simulated=False)
-        return [plan for plan in found.others if not self._lacks_graphs(plan)]
+        similar = {(plan.batch, plan.managed) for plan in plans}
+        return [
+            plan
+            for plan in found.others
+            if (plan.batch, plan.managed) in similar and not self._lacks_graphs(plan)
+        ]
 
     def _lacks_graphs(self, plan: Plan) -> bool:
         graphs = self._graphs(plan)
