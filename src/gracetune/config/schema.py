@@ -226,7 +226,7 @@ class Gh200Section(Section):
     """Access to managed memory. `in_place`: kernels use it in host memory; `prefetch`: it moves to
     the GPU before use and back afterwards (gradients, caches and activations are used in place);
     `device`: it stays on the GPU while there is space. `auto`: `uvm_access_pattern` decides;
-    without it, weights that matrix products read are prefetched, and the rest is used in place."""
+    without it, weights that matmuls read are prefetched, and the rest is used in place."""
     managed_memory: str | None = None
     """Limit of managed memory, such as `16GB`. Default: a quarter of the free GPU memory; on a GPU
     that is cache-coherent with the CPU, `uvm_oversubscription_ratio` times the GPU memory. Host

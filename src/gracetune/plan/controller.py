@@ -220,7 +220,7 @@ class PlanController:
 
     @contextmanager
     def recognizing_compiled_blocks(self) -> Iterator[None]:
-        """Raise `CompiledBlockError` instead of an error that a compiled block raises in the block.
+        """Raise `CompiledBlockError` if a compiled block raises an error in the `with` statement.
 
         Blocks run eagerly from then on. `replan_without_compilation` must follow on all ranks
         before the step is repeated.

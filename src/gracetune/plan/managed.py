@@ -7,7 +7,7 @@ a step moves over the link, per byte of the role:
     optimizer     read and written once
     gradients     written by each backward; read for the norm, scaled, and read by the update
     trained       read by each forward, backward and recomputation, and by the EMA; updated once.
-                  If matrix products use them without a cast: moved as weights are
+                  If matmuls use them without a cast: moved as weights are
     weights       moved to the device for each forward and each backward, and back afterwards
     caches        read once for the batch that uses them, which is little
     activations   copied to the host and back, as offloaded activations always are: nothing more
@@ -15,7 +15,7 @@ a step moves over the link, per byte of the role:
 None of this is hidden behind compute, so the prediction is pessimistic for what kernels use early.
 Reading and writing at the same time gets `both_ways_share` of the rate.
 
-Weights are moved (`managed_access: prefetch`), because a matrix product reads its weights once for
+Weights are moved (`managed_access: prefetch`), because a matmul reads its weights once for
 each tile of the activations: in place, a step with 18,432 tokens took 26 times as long as one
 reading. Pages go back to the host more slowly than they come, so the way back sets the time.
 """
@@ -69,7 +69,7 @@ def role_placements(
     """Return the placement of the roles for which `managed_access` or its default sets one.
 
     Offloaded activations are always copied to host memory, and some roles cannot be prefetched. By
-    default, weights that matrix products read are prefetched: in place, a product reads them over
+    default, weights that matmuls read are prefetched: in place, a matmul reads them over
     the link once for each tile of the activations. Trained weights that are cast are read once.
     """
     placements: dict[ManagedRole, ManagedPlacement] = {"activations": "in_place"}
@@ -121,7 +121,7 @@ def describe_other_access(run: RunFile, roles: Collection[ManagedRole]) -> str:
     if "weights" not in roles:
         return ""
     return (
-        f"with {setting}, a step may take many times as long as predicted: matrix products read "
+        f"with {setting}, a step may take many times as long as predicted: matmuls read "
         "weights over the link again and again; managed_access: auto prefetches them"
     )
 

@@ -359,7 +359,7 @@ def _adapter_of(target: _Target) -> AdapterFiles:
 
 def _labels(targets: Sequence[_Target]) -> list[str]:
     """Return a short name of each target: as few last parts of its path as make all differ."""
-    paths = [_path_that_says_something(target) for target in targets]
+    paths = [_label_path(target) for target in targets]
     strengths = ["" if t.strength is None else f":{t.strength:g}" for t in targets]
     labels: list[str] = []
     for count in range(1, max(len(path.parts) for path in paths) + 1):
@@ -370,8 +370,8 @@ def _labels(targets: Sequence[_Target]) -> list[str]:
     return labels
 
 
-def _path_that_says_something(target: _Target) -> Path:
-    """Return the path of a target without a suffix or a file name that every adapter has."""
+def _label_path(target: _Target) -> Path:
+    """Return the path that labels a target, without names that the files of all runs have."""
     path = _split_strength(target.text)[0].absolute()
     if path.name in FIXED_NAMES:
         path = path.parent

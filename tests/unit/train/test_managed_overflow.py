@@ -574,7 +574,7 @@ def test_weights_are_prefetched_unless_the_run_file_wants_them_in_place(
     assert ("prefetch" in event.placement) == (access == "auto")
     moved = sum(machine.traffic.prefetched.to_device for machine in machine.drivers)
     assert (moved > 0) == (access == "auto")
-    warned = [n for n in recorder.of(Notice) if "matrix products read weights over" in n.text]
+    warned = [n for n in recorder.of(Notice) if "matmuls read weights over" in n.text]
     assert [notice.level for notice in warned] == ["warning"] * (access == "in_place")
 
 
