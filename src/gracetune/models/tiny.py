@@ -78,11 +78,15 @@ def load(section: ModelSection) -> Tiny:
 def _read(folder: Path) -> nn.Module:
     weights = folder / "transformer"
     if not (weights / "config.json").is_file():
+        found = (
+            "is not a model of this family: it holds no transformer/config.json"
+            if folder.exists()
+            else "does not exist"
+        )
         raise ModelError(
-            f"model.family is 'tiny', but model.path is {str(folder)!r}, which is not a model of "
-            "this family: it holds no transformer/config.json. Remove model.path (--set "
-            "model.path=null) to start from new weights, or name the `model` folder that full "
-            "fine-tuning of tiny has written."
+            f"model.family is 'tiny', but model.path is {str(folder)!r}, which {found}. Remove "
+            "model.path (--set model.path=null) to start from new weights, or name the `model` "
+            "folder that full fine-tuning of tiny has written."
         )
     try:
         cls = json.loads((weights / "config.json").read_text()).get("_class_name")

@@ -329,7 +329,7 @@ def _table(plan: Plan) -> Iterator[str]:
 
 def _seconds(plan: Plan) -> Iterator[str]:
     s = plan.seconds
-    yield f"{'one micro-batch':<24}{format_seconds(s.step):>9}"
+    yield f"{'one micro-batch':<25}{format_seconds(s.step):>9}"
     for name, part in (
         ("matmuls", s.gemm),
         ("attention", s.attention),
@@ -348,7 +348,7 @@ def _seconds(plan: Plan) -> Iterator[str]:
         if name == "managed memory" and not part:
             continue
         shown = max(part, 0.0)  # a difference of two times, such as recomputing, may be below zero
-        yield f"  {name:<22}{format_seconds(shown):>9}{shown / s.step:>7.1%}"
+        yield f"  {name:<23}{format_seconds(shown):>9}{shown / s.step:>7.1%}"
 
 
 def _plan_json(plan: Plan, budget: PlanBudget) -> dict[str, object]:

@@ -58,6 +58,11 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
         load(ModelSection(path=str(tmp_path)))
 
 
+def test_a_missing_folder_is_named_as_missing(tmp_path):
+    with pytest.raises(ModelError, match=r"missing', which does not exist\. Remove model\.path"):
+        load(ModelSection(path=str(tmp_path / "missing")))
+
+
 @pytest.mark.parametrize("damaged", ["config", "weights"])
 def test_damaged_files_are_refused(tmp_path, damaged):
     load(ModelSection()).export(tmp_path)

@@ -90,6 +90,15 @@ def test_reasons_match_the_plan() -> None:
     assert any("to the host and back" in reason for reason in reasons(moved, heading.budget))
 
 
+def test_the_times_are_aligned() -> None:
+    found, heading = planned(10**6)
+    lines = "\n".join(report_lines(found, heading)).split("\n")
+    first = next(n for n, line in enumerate(lines) if line.startswith("one micro-batch"))
+    parts = lines[first + 1 : lines.index("", first)]
+    assert len(parts) >= 9
+    assert {line.rindex("s ") + 1 for line in parts} == {len(lines[first])}
+
+
 def test_times_are_never_below_zero() -> None:
     found, heading = planned(10**6)
     seconds = replace(found.best.seconds, recompute=-1e-4 * found.best.seconds.step)
