@@ -366,7 +366,7 @@ def build_session(  # noqa: PLR0913  the parts of a run are objects of their own
     context = divide_tokens(run, family, layout, device, emit)
     references = (
         build_references(family, checked_blocks or partial(random_block, ranks))
-        if compares_blocks(run, unplanned, layout, emit)
+        if compares_blocks(run, unplanned, layout, emit, is_asked=checked_blocks is not None)
         else []
     )
     if run.train.gradient_checkpointing:

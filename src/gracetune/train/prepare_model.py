@@ -228,10 +228,13 @@ def reason_unplanned(run: RunFile, device: torch.device) -> str:
     return ""
 
 
-def compares_blocks(run: RunFile, unplanned: str, layout: Layout, emit: Emit) -> bool:
-    """Return True if the first step compares a block with a plain copy of it.
+def compares_blocks(
+    run: RunFile, unplanned: str, layout: Layout, emit: Emit, *, is_asked: bool = False
+) -> bool:
+    """Return True if blocks are compared with plain copies of them.
 
-    A single process without a plan computes what the plain copy would.
+    A single process without a plan computes what the plain copy would, so its first step compares
+    none; `gracetune check gradients` does (`is_asked`).
     """
     if not run.train.check_gradients:
         return False
@@ -239,7 +242,7 @@ def compares_blocks(run: RunFile, unplanned: str, layout: Layout, emit: Emit) ->
         text = "the first step checks that all tensors have gradients, but compares no block with "
         emit(Notice(f"{text}a plain copy, because no rank has a whole block"))
         return False
-    return not unplanned or layout.ranks.world_size > 1
+    return is_asked or not unplanned or layout.ranks.world_size > 1
 
 
 def idle_plan_notice(run: RunFile, unplanned: str, *, is_sharded: bool) -> Notice | None:

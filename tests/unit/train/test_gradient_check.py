@@ -260,6 +260,13 @@ def test_the_command_prints_a_table_and_leaves_no_result(run_path, capsys):
     assert not (folder / "run.json").exists()
 
 
+def test_the_command_compares_blocks_without_a_plan(run_path, capsys):
+    assert main(["check", "gradients", str(run_path), "--set", "plan=off"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("transformer_blocks.0  resident, no plan  ")
+    assert lines[-1].startswith("passed: 4 blocks; ")
+
+
 def test_the_command_fails_on_a_race_and_prints_json(run_path, capsys):
     with slot_race():
         assert main(["check", "gradients", str(run_path), "--blocks", "2", "--json"]) == 1
