@@ -53,6 +53,8 @@ STOP_S = 5
 """Seconds that a job may take to end when it is stopped, and that are left at the end."""
 BUDGET_S = 30
 """Seconds for which a loop tries larger batch sizes."""
+IMPORTS_S = 60
+"""Most seconds that the imports count: the clock of a machine may have been set after its start."""
 PRODUCT_STEPS = 25
 """Steps of a product run beside the loops. Speed is that of the last half: the plan is checked in
 the first steps, and an epoch has 12 or 24."""
@@ -246,6 +248,12 @@ def main(began: float | None = None) -> int:
     return 0
 
 
+def process_began() -> float:
+    """Return when this process began, so that the time limit includes its imports."""
+    now = time.time()
+    return min(now, max(now - IMPORTS_S, psutil.Process().create_time()))
+
+
 def models_folder() -> Path:
     """Return the folder in which models are kept: in shared memory, or on the disk."""
     is_large = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).total >= SHARED_NBYTES
@@ -334,4 +342,4 @@ def _run_script(job: Job, more: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(psutil.Process().create_time()))  # imports count as well
+    sys.exit(main(process_began()))

@@ -48,6 +48,7 @@ VIDEO_RESOLUTION = 632
 SMALL_SIZES = ((64, 64), (64, 48), (48, 64), (80, 48), (48, 80))
 SMALL_FRAMES = 5
 PER_SIZE = 8
+"""Samples of each size, or as many more as full batches need."""
 CAPTION = ("the", "ring", "of")
 """Words that are one token each in the tokenizers of the model folders."""
 LONG_RUN = 3000
@@ -113,7 +114,7 @@ def model_folder(
             began = time.monotonic()
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            _make_room(folder, nbytes)
+            make_room(folder, nbytes)
             _write_alone(name, folder, config)
             (folder / "complete").touch()
             print(f"{folder.name}: written in {time.monotonic() - began:.0f} s", flush=True)
@@ -129,12 +130,12 @@ def model_folder(
         yield Path(temporary)
 
 
-def _make_room(folder: Path, nbytes: int) -> None:
-    """Delete kept models until another one of `nbytes` fits beside `folder`.
+def make_room(folder: Path, nbytes: int) -> None:
+    """Delete kept models, but not `folder`, until another one of `nbytes` fits.
 
     In shared memory, a run must also have memory to load the model.
     """
-    others = sorted(other for other in folder.parent.iterdir() if other != folder)
+    others = sorted(other for other in folder.parent.glob("*") if other != folder)
     while others and nbytes > _free_nbytes(folder, nbytes):
         other = others.pop(0)
         used = sum(file.stat().st_size for file in other.rglob("*") if file.is_file())
@@ -218,7 +219,8 @@ def train(run: ProductRun, model: Path, *, small: bool) -> dict[str, Any]:
     """Run `gracetune train` until enough steps are done, and return its figures."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        sizes, per_size, frames = run.sizes, PER_SIZE, run.frames
+        per_size = -(-PER_SIZE // run.batch) * run.batch
+        sizes, frames = run.sizes, run.frames
         if small:
             sizes, per_size, frames = SMALL_SIZES, 2, min(frames, SMALL_FRAMES)
         write_samples(folder / "samples", sizes, per_size, frames, run.caption_tokens)

@@ -72,10 +72,12 @@ def start_forked(function: Callable[..., object], *arguments: object) -> BasePro
     """Call a function in a forked process, which is killed when this one ends.
 
     It need not import torch again, which takes 8 to 10 seconds on some machines. If a fork of this
-    process could fail, a new interpreter imports the running script, and is forked instead.
+    process could fail, a new interpreter imports the running script, and is forked instead. If CUDA
+    is initialized, an import may have done that, so each process is a new interpreter.
     """
     reason = why_not_to_fork()
-    context = multiprocessing.get_context("forkserver" if reason else "fork")
+    method = "fork" if not reason else "spawn" if cuda_is_initialized() else "forkserver"
+    context = multiprocessing.get_context(method)
     if reason:
         print(f"forked from a new interpreter, because {reason}")
         context.set_forkserver_preload([Path(sys.argv[0]).stem])

@@ -32,11 +32,13 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import re
 import sys
 import time
 from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import allocator_setup  # noqa: F401  before torch, which reads the setting at import
@@ -109,6 +111,8 @@ class Model:
     """Bytes of the frozen weights in bf16."""
     loops: dict[int, tuple[Loop, ...]]
     product_batches: dict[int, int]
+    """The batch sizes that the planner chooses: those that `gracetune plan RUN --machine h200-pcie`
+    suggests for a run with `train.batch_size` 1 and 12 accumulation steps."""
     caption_tokens: int = 12
     """Tokens of the product's captions. The loops have 512, to which all but Qwen-Image pad."""
     joint_attention: bool = True
@@ -146,7 +150,7 @@ MODELS = {
         "flux",
         23.8e9,
         {96: _loops(2, 4), 24: _offloaded(4)},
-        {96: 4, 24: 2},
+        {96: 2, 24: 4},
     ),
     "wan": Model(
         "wan",
@@ -164,7 +168,7 @@ MODELS = {
         "qwen_image",
         40.9e9,
         {96: _loops(1, 4), 24: _offloaded(3)},
-        {96: 2, 24: 2},
+        {96: 2, 24: 6},
         caption_tokens=512,
     ),
     "clip": Model(
@@ -246,10 +250,14 @@ def measure_loop(
     """Measure one loop in a process of its own, and save its figures after each batch size."""
     print(f"{arguments.model}, {memory_gb} GB, {loop.name}", flush=True)
     began, lines = time.monotonic(), []
+    model = MODELS[arguments.model]
     if arguments.rehearse:
-        found = run_loop(MODELS[arguments.model], loop, memory_gb, 0.0, rehearse=True)
+        found = run_loop(model, loop, memory_gb, 0.0, rehearse=True)
     else:
-        found = run_loop_in_process(MODELS[arguments.model], loop, memory_gb, arguments.budget)
+        models = os.environ.get(product_run.KEEP)
+        if loop.offload and models:  # pinning weights one by one takes up to twice their size
+            product_run.make_room(Path(models) / model.folder, int(model.nbytes))
+        found = run_loop_in_process(model, loop, memory_gb, arguments.budget)
     for line in found:
         lines.append(line)
         print(f"    {line}", flush=True)

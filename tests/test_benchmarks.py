@@ -236,6 +236,25 @@ def test_kept_models_are_deleted_only_if_another_one_needs_the_space(tmp_path, m
 
 
 @pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("memory_gb", [96, 24])
+def test_a_loop_that_pins_its_weights_has_the_memory_of_other_models(
+    memory_gb, tmp_path, monkeypatch
+):
+    tuned_loop = import_module("tuned_loop")
+    product_run = tuned_loop.product_run
+    monkeypatch.setattr(product_run, "_free_nbytes", lambda *_: 0)
+    monkeypatch.setattr(tuned_loop, "run_loop_in_process", lambda *_: iter([{}]))
+    monkeypatch.setenv(product_run.KEEP, str(tmp_path))
+    for name in ("flux", "wan21"):
+        (tmp_path / name).mkdir()
+    arguments = SimpleNamespace(model="flux", rehearse=False, budget=0.0)
+    loop = tuned_loop.MODELS["flux"].loops[memory_gb][0]
+    tuned_loop.measure_loop(arguments, loop, memory_gb, lambda *_: None)
+    kept = ["flux"] if loop.offload else ["flux", "wan21"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+
+
+@pytest.mark.usefixtures("_restored")
 def test_a_child_process_is_killed_with_its_parent():
     results = import_module("results")
     start = "import subprocess, sys, time; "
@@ -295,6 +314,16 @@ def test_a_session_runs_the_most_valuable_jobs_that_fit(gpu_session, capsys):
     assert "needs 204 s of 145" in capsys.readouterr().out
     assert gpu_session.main("--minutes", "1000", "--list") == []
     assert "first_steps.flux" not in gpu_session.main("--minutes", "1000", "--skip", "first_steps")
+
+
+@pytest.mark.parametrize(("started", "counted"), [(5, 5), (10**6, 60), (-(10**6), 0)])
+def test_the_time_of_a_session_includes_its_imports(gpu_session, monkeypatch, started, counted):
+    """Also if the clock was set after the process began."""
+    module, now = gpu_session.module, 2e9
+    process = SimpleNamespace(create_time=lambda: now - started)
+    monkeypatch.setattr(module.psutil, "Process", lambda: process)
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now))
+    assert module.process_began() == now - counted
 
 
 def test_a_session_skips_what_this_commit_has_measured(gpu_session):
@@ -370,12 +399,15 @@ def test_a_start_that_takes_too_long_is_killed(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_restored")
-def test_a_process_that_cannot_be_forked_starts_a_new_interpreter(monkeypatch, capsys):
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_process_that_cannot_be_forked_starts_a_new_interpreter(method, monkeypatch, capsys):
     results = import_module("results")
     monkeypatch.setattr(results, "why_not_to_fork", lambda: "of a test")
+    monkeypatch.setattr(results, "cuda_is_initialized", lambda: method == "spawn")
     process = results.start_forked(sys.exit, 4)
     process.join()
     assert process.exitcode == 4
+    assert method in type(process).__name__.lower()
     assert "because of a test" in capsys.readouterr().out
 
 

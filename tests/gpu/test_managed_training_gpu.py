@@ -19,11 +19,11 @@ UVM, CAP = {"use_uvm": True}, "256MB"
 
 @pytest.fixture
 def train(tiny_run, tmp_path, recorder):
-    def run_once(name, **settings):
+    def run_once(name, adapter=None, **settings):
         recorder.events.clear()
         run = tiny_run(
             output_dir=str(tmp_path / name),
-            adapter=None,
+            adapter=adapter,
             train={"max_train_steps": 6, "batch_size": 2, "ema_decay": 0.9, "mixed_precision": "no"}
             | {"gradient_accumulation_steps": 2},
             **settings,
@@ -68,6 +68,19 @@ def test_managed_roles_change_no_loss(train, recorder, at_end, access):
     driver = open_cuda_driver()
     freed = {driver.pointer_kind(pointer) for _, pointer, _, _ in at_end}
     assert freed == {PointerKind.UNKNOWN}, "the run is over"
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("access", ["in_place", "prefetch"])
+def test_frozen_weights_in_managed_memory_change_no_loss(train, recorder, at_end, access):
+    expected = train("device", adapter={"rank": 2}, plan="off")
+    managed = {"managed": ["weights"], "managed_access": access, "managed_memory": CAP}
+    settings = {"adapter": {"rank": 2}, "plan": "off", "gh200_optimizations": UVM | managed}
+    assert train("managed", **settings) == expected
+    assert {role for role, *_ in at_end} == {"weights"}
+    (event,) = recorder.of(ManagedOverflow)
+    assert event.role == "weights"
+    assert access in event.placement, "weights outside of blocks are used in place"
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic")

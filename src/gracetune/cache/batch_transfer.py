@@ -33,6 +33,7 @@ from gracetune.cache.shard_format import PAGE, align_up
 from gracetune.config.environment import environment_settings, process_environment
 from gracetune.events.types import Notice
 from gracetune.memory.managed_pool import ManagedPool
+from gracetune.memory.oversubscription import cuda_is_in_use
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.platform import open_machine
 from gracetune.memory.session import MemorySession, managed_memory_notice
@@ -723,6 +724,8 @@ class DeviceTextCache:
             moved: dict[str, dict[str, Tensor]] = {name: {} for name in self._entries}
             for (name, part), tensor, copy in zip(named, tensors, copies, strict=True):
                 moved[name][part] = copy.copy_(tensor)
+            if cuda_is_in_use():  # the loader reads the copies, and reuses memory, on its stream
+                torch.cuda.current_stream().synchronize()
             self._entries, self._is_managed = {**moved}, True
 
     def __len__(self) -> int:

@@ -465,6 +465,10 @@ def hard_reclamation(device: int, gc_freeze: GcFreeze) -> Callable[[], int]:
     return reclaim
 
 
+FROZEN_BY_PYTHON = 10_000
+"""More objects than Python itself freezes. In 3.12, collections freeze immortal ones."""
+
+
 class GcFreeze:
     """Excludes start-up objects from Python's garbage collections (`gc.freeze`).
 
@@ -482,7 +486,7 @@ class GcFreeze:
 
     def freeze(self) -> None:
         """Collect garbage, then exclude all existing objects from later collections."""
-        if gc.get_freeze_count() and not self._is_frozen:
+        if gc.get_freeze_count() > FROZEN_BY_PYTHON and not self._is_frozen:
             return
         self.collect()
         gc.freeze()

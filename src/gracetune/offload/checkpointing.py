@@ -415,7 +415,8 @@ def _carried_inputs(
 
     They have the shapes of its outputs. Text that each block only reads is not among them.
     """
-    devices = {value.device for value in args if isinstance(value, Tensor) and value.is_cuda}
+    inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    devices = {value.device for value in inputs if value.is_cuda}
     with torch.no_grad(), torch.random.fork_rng(devices):
         outputs = forward(*args, **kwargs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -11,6 +11,7 @@ import torch
 from fakes.managed import managed_memory
 from fakes.platforms import simulated_machine
 
+from gracetune.cache import batch_transfer
 from gracetune.cache.batch_transfer import (
     STAGING_SLOTS,
     DeviceTextCache,
@@ -576,6 +577,24 @@ def test_texts_that_are_read_again_while_the_others_move_to_managed_memory_are_k
     loader.join()
     assert len(texts.get_all(["a", "b"])) == 2
     assert memory.by_role() == {"caches": 512}
+
+
+def test_texts_in_managed_memory_are_complete_before_the_loader_sees_them(monkeypatch):
+    texts = DeviceTextCache({"a": {"tokens": torch.ones(4)}}, CPU)
+    seen = []
+
+    class Stream:
+        def synchronize(self):
+            seen.append((texts._lock.locked(), texts._is_managed))
+
+    monkeypatch.setattr(batch_transfer, "cuda_is_in_use", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    memory = managed_memory(
+        simulated_machine(Link.MANAGED).gpu, MemoryAccounting({Tier.MANAGED: PAGE})
+    )
+    texts.move_to_managed(memory, None)
+    assert seen == [(True, False)]
+    assert texts.get_all(["a"])[0]["tokens"].eq(1).all()
 
 
 def test_a_depth_is_shortened_as_long_as_there_is_any_reason():

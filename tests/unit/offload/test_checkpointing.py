@@ -4,6 +4,7 @@ from contextlib import closing, nullcontext
 
 import pytest
 import torch
+from fakes.cuda_tensors import CudaGenerator, CudaTensor
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
@@ -373,6 +374,18 @@ def test_only_hidden_states_get_a_gradient_that_nothing_needs(compiler):
     blocks[0].requires_grad_(False)
     args, _ = uniform(blocks[0], blocks[0].forward, (x,), {"text": text})
     assert not args[0].requires_grad, "a frozen block at the start needs no backward"
+
+
+def test_the_trial_call_of_a_block_draws_no_random_numbers_of_the_device(compiler, monkeypatch):
+    generator, block = CudaGenerator(monkeypatch), Reader()
+
+    def forward(x, text):
+        generator.drawn += 1
+        return block(x, text)
+
+    x = torch.ones(2, TOKENS, WIDTH).as_subclass(CudaTensor)
+    compiler.uniform_inputs(block, forward, (), {"x": x, "text": torch.ones(2, TOKENS, WIDTH)})
+    assert generator.drawn == 0
 
 
 def test_progress_is_reported_with_the_number_of_graphs():

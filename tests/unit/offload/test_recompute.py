@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from fakes.cuda_tensors import CudaGenerator, CudaTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,6 +52,23 @@ def test_a_recomputed_call_gives_the_same_numbers_bit_for_bit(passes):
     expected = gradients(plain, passes=passes)
     found = gradients(checkpoint_block, passes=passes)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_recomputation_has_the_random_state_of_the_device_and_restores_it(monkeypatch):
+    generator, drawn = CudaGenerator(monkeypatch), []
+
+    def call(x):
+        drawn.append(generator.drawn)
+        generator.drawn += 1
+        return x.exp() * 2
+
+    generator.drawn = 5
+    x = torch.ones(3, requires_grad=True)
+    out = checkpoint_block(call, (x.as_subclass(CudaTensor),), {})
+    generator.drawn = 70
+    out.sum().backward()
+    assert drawn == [5, 5]
+    assert generator.drawn == 70
 
 
 def test_autograd_keeps_the_inputs_alone_and_hooks_see_them():
