@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from gracetune.config.load import known_keys
@@ -9,6 +11,7 @@ from gracetune.train.run_identity import (
     FORMER_BEHAVIOUR,
     IDENTITY_SETTINGS,
     IDENTITY_VERSION,
+    NAMES_KEY,
     VERSION_KEY,
     changed_settings,
     check_same_run,
@@ -105,6 +108,18 @@ def test_a_changed_caption_is_noticed():
         check_same_run(identity(), identity(samples=changed))
 
 
+def test_file_names_are_compared_where_caption_dropout_depends_on_them():
+    renamed = [replace(sample, key=f"new-{sample.key}") for sample in SAMPLES]
+    check_same_run(identity(), identity(samples=renamed))
+    dropout = {"datasets": [{"id": "a", "instance_data_dir": "x", "caption_dropout": 0.1}]}
+    before = identity(**dropout)
+    with pytest.raises(CheckpointError, match="file names in datasets with caption_dropout have"):
+        check_same_run(before, identity(samples=renamed, **dropout))
+    older = without(before, NAMES_KEY) | {VERSION_KEY: 5}
+    check_same_run(older, identity(samples=renamed, **dropout))
+    assert removed_settings(before) == []
+
+
 def test_mask_settings_are_compared_only_with_masks():
     plain = {"datasets": [{"instance_data_dir": "d", "resolution": 32}]}
     masked = {"datasets": [{"instance_data_dir": "d", "resolution": 32, "mask_data_dir": "m"}]}
@@ -123,7 +138,7 @@ def test_every_setting_is_either_compared_or_changeable():
 
 def test_the_version_is_raised_with_every_new_setting():
     """A setting that is added to IDENTITY_SETTINGS needs another IDENTITY_VERSION."""
-    assert (IDENTITY_VERSION, len(IDENTITY_SETTINGS)) == (5, 92)
+    assert (IDENTITY_VERSION, len(IDENTITY_SETTINGS)) == (6, 92)
 
 
 def without(saved, *names):
