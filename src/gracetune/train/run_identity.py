@@ -39,6 +39,7 @@ VERSION_KEY = "identity version"
 WEIGHTS_KEY = "the model's weights at the start"
 SAMPLES_KEY = "the training samples and captions"
 NAMES_KEY = "the file names in datasets with caption_dropout"
+LENGTH_KEY = "train.max_train_steps"
 DIGEST_KEYS = {WEIGHTS_KEY, SAMPLES_KEY, NAMES_KEY}
 
 
@@ -153,7 +154,7 @@ def identity_settings(run: RunFile, precision: str) -> dict[str, object]:
                 dataset.pop(key)
     flat = {key: value for key, value in _flatten(settings) if setting_of(key) in IDENTITY_SETTINGS}
     if SCHEDULE_DEPENDS_ON_LENGTH[run.optimizer.schedule]:
-        flat["train.max_train_steps"] = run.train.max_train_steps
+        flat[LENGTH_KEY] = run.train.max_train_steps
     flat["train.mixed_precision"] = precision
     return flat
 
@@ -263,6 +264,8 @@ def _changes(
     for name, value in current.items():
         if name == VERSION_KEY or _optional_parts([name]) - saved_parts:
             continue
+        if name == LENGTH_KEY and name not in saved:
+            continue  # it has been compared since version 1, and the schedule differs
         setting = setting_of(name)
         if name in saved:
             before, note = saved[name], ""
@@ -272,7 +275,7 @@ def _changes(
             before = FORMER_BEHAVIOUR.get(setting, _defaults().get(setting))
             note = " (the checkpoint is older than this setting)"
         if before != value and name in DIGEST_KEYS:
-            yield f"{name} have changed"
+            yield f"{name}{' or validation.holdout' * (name == SAMPLES_KEY)} have changed"
         elif before != value:
             yield f"{name} was {before!r}{note} and is now {value!r}"
 

@@ -57,7 +57,7 @@ def test_settings_that_differ_are_named(sections, names):
         ({"optimizer": {"lr": 0.5}}, "optimizer.lr"),
         ({"adapter": {"rank": 4}}, "adapter"),
         ({"datasets": [{"id": "a", "resolution": 64}]}, r"datasets\[0\].resolution"),
-        ({"samples": SAMPLES[:1]}, "the training samples and captions"),
+        ({"samples": SAMPLES[:1]}, "the training samples and captions or validation.holdout have"),
         ({"weights": "other"}, "the model's weights at the start"),
         ({"precision": "bf16"}, "train.mixed_precision"),
         (
@@ -100,6 +100,9 @@ def test_more_steps_are_another_run_if_the_schedule_depends_on_them():
     long = {"optimizer": {"schedule": "cosine"}, "train": {"max_train_steps": 20}}
     with pytest.raises(CheckpointError, match=r"train\.max_train_steps was 10 and is now 20"):
         check_same_run(identity(**short), identity(**long))
+    changed = "another run: optimizer.schedule was 'constant' and is now 'cosine'. Restore"
+    with pytest.raises(CheckpointError, match=changed):
+        check_same_run(identity(), identity(**long))
 
 
 def test_a_changed_caption_is_noticed():
