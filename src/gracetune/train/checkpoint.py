@@ -422,6 +422,11 @@ def load_tensors(path: Path, kind: str) -> Mapping[str, Tensor]:
             _check_digest(file, manifest["files"][file.name])
         return _open_tensors(files) if files else {}
     except (OSError, SafetensorError, ValueError) as error:
+        if not (path / MANIFEST).exists():
+            raise CheckpointError(
+                f"the checkpoint {path} was deleted meanwhile. A run that trains keeps the newest "
+                "ones only (train.keep_checkpoints): try again."
+            ) from error
         raise CheckpointError(
             f"the checkpoint {path} is damaged: {error}. Use another step."
         ) from error
