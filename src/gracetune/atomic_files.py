@@ -140,17 +140,20 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def remove_stale_staging(folder: Path) -> None:
+def remove_stale_staging(folder: Path, target: str | None = None) -> None:
     """Remove the temporary files and folders that killed writers left in `folder`.
 
-    If a writer was killed while it replaced a folder, the old folder is restored.
+    With `target`, only those for the file or folder of this name. If a writer was killed while it
+    replaced a folder, the old folder is restored.
     """
-    for old in folder.glob(".*.old.staging"):
-        name = old.name.removeprefix(".").removesuffix(".old.staging").rpartition(".")[0]
-        if not (folder / name).exists():
-            os.replace(old, folder / name)
-    for leftover in folder.glob(".*.staging"):
-        if leftover.is_dir():
+    for leftover in sorted(folder.glob(".*.staging")):
+        stem = leftover.name.removeprefix(".").removesuffix(".staging")
+        name = stem.removesuffix(".old").rpartition(".")[0]
+        if target not in (None, name):
+            continue
+        if stem.endswith(".old") and not (folder / name).exists():
+            os.replace(leftover, folder / name)
+        elif leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink(missing_ok=True)

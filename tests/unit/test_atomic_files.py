@@ -56,6 +56,15 @@ def test_staging_of_killed_processes_is_removed(tmp_path):
     assert os.listdir(tmp_path) == ["step-1"]
 
 
+def test_only_the_leftovers_of_a_target_are_removed(tmp_path):
+    for name in (".new.77.staging", ".new.v2.78.staging", ".new.v2.79-0a1b2c3d.staging"):
+        (tmp_path / name).mkdir()
+    atomic_files.remove_stale_staging(tmp_path, "new")
+    assert sorted(os.listdir(tmp_path)) == [".new.v2.78.staging", ".new.v2.79-0a1b2c3d.staging"]
+    atomic_files.remove_stale_staging(tmp_path, "new.v2")
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_folder_in_mid_swap_is_restored(tmp_path):
     old = tmp_path / ".step-000001.77.old.staging"
     old.mkdir()

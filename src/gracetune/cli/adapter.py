@@ -40,6 +40,8 @@ HELP = (
     "they load."
 )
 DTYPES = ("float32", "bfloat16", "float16")
+SUFFIXES = (".safetensors", ".sft")
+"""Suffixes by which other tools recognise a safetensors file."""
 SEED = 0
 """Seed of the randomized SVD, fixed so that the same file always gives the same result."""
 BAR_WIDTH = 40
@@ -741,14 +743,23 @@ def _new_output(args: argparse.Namespace, out: Path) -> Path:
         out = output_file(out, get_format(args.to))
     _require_new_file(out)
     if out.name == PEFT_FILE:
-        _require_new_file(out.with_name(PEFT_CONFIG))
+        _require_absent(out.with_name(PEFT_CONFIG))
     return out
 
 
 def _require_new_file(out: Path) -> None:
-    """Raise if the path for the output is a folder or an existing file."""
+    """Raise if the path for the output is no safetensors file, or an existing one."""
     if out.is_dir():
         raise AdapterError(f"--out {out} is a folder. Give a file in it, ending in .safetensors.")
+    if out.suffix not in SUFFIXES:
+        raise AdapterError(
+            f"--out {out} does not end in .safetensors, so other tools would not read it as "
+            f"safetensors, which it is. Give {out.with_suffix('.safetensors')}."
+        )
+    _require_absent(out)
+
+
+def _require_absent(out: Path) -> None:
     if out.exists():
         raise AdapterError(
             f"--out {out} already exists and would be overwritten. Give a new file, or remove it."

@@ -105,6 +105,9 @@ def run_guarded(call: Callable[[], int]) -> int:
                 "path, or change its permissions."
             )
             return ConfigError.exit_code
+        if isinstance(error, FileNotFoundError) and not _has_working_directory():
+            _print_error("the working directory no longer exists. Change to another folder.")
+            return ConfigError.exit_code
         print(redact_urls(traceback.format_exc()), end="", file=sys.stderr)
         _print_error(
             "this is a bug in gracetune, not a mistake in your input. Please report it with the "
@@ -161,6 +164,14 @@ def _named_path(error: OSError) -> str:
     """Return the path of an error; the folder, if it is a staging file with a name of our own."""
     path, _, name = os.fsdecode(error.filename).rpartition("/")
     return path or "." if name.endswith(".staging") else os.fsdecode(error.filename)
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _output_is_closed() -> bool:

@@ -514,6 +514,34 @@ def _unused_caption_settings(run: RunFile) -> Iterator[str]:
                 f"{here}.caption_extension has no effect, because {here}.caption_strategy is "
                 f"{strategy}."
             )
+        if strategy != "instanceprompt" and dataset.instance_prompt is not None:
+            yield (
+                f"{here}.instance_prompt has no effect, because {here}.caption_strategy is "
+                f"{strategy}, not instanceprompt."
+            )
+
+
+def _unused_train_settings(run: RunFile) -> Iterator[str]:
+    if run.train.timestep_sampling != "logit_normal":
+        for key in ("timestep_mean", "timestep_std"):
+            if _is_changed(run.train, key):
+                yield (
+                    f"train.{key} has no effect: train.timestep_sampling is "
+                    f"{run.train.timestep_sampling}, not logit_normal."
+                )
+    if run.validation.prompts and _is_changed(run.validation, "num_prompts"):
+        yield "validation.num_prompts has no effect, because validation.prompts is set."
+
+
+def _unused_schedule_settings(run: RunFile) -> Iterator[str]:
+    section, steps = run.optimizer, run.train.max_train_steps
+    if section.schedule == "constant" and _is_changed(section, "final_lr_share"):
+        yield "optimizer.final_lr_share has no effect: optimizer.schedule is constant."
+    if section.schedule == "constant" and section.warmup_steps >= steps:
+        yield (
+            f"optimizer.warmup_steps is {section.warmup_steps}, so the learning rate does not "
+            f"reach optimizer.lr in the run's {steps} steps (train.max_train_steps)."
+        )
 
 
 def _unused_optimizer_settings(run: RunFile) -> Iterator[str]:
@@ -557,6 +585,8 @@ REMARKS: tuple[Callable[[RunFile], Iterator[str]], ...] = (
     _unused_adapter_settings,
     _unused_media_settings,
     _unused_caption_settings,
+    _unused_train_settings,
+    _unused_schedule_settings,
     _unused_optimizer_settings,
     _unused_sharding_settings,
 )

@@ -13,6 +13,7 @@ from pydantic import Field, field_serializer, field_validator
 from gracetune.config.schema_base import (
     Fraction,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     Scalar,
@@ -178,14 +179,14 @@ class DatasetSection(Section):
     """
     dataset_type: Literal["image", "video", "audio"] = "image"
     """Medium of the samples."""
-    instance_data_dir: str | None = None
+    instance_data_dir: PathText | None = None
     """Location of the samples: a folder, a tar or parquet file, a pattern of such files, a saved
     Hugging Face dataset, or a remote address such as `s3://...`."""
-    conditioning_data_dir: str | tuple[str, ...] | None = None
+    conditioning_data_dir: PathText | tuple[PathText, ...] | None = None
     """Folder of control images, for models that take an input image: one for each sample, with the
     same file name except for the suffix. A list of folders gives each sample one control image from
     each, in this order, for models that take several."""
-    mask_data_dir: str | None = None
+    mask_data_dir: PathText | None = None
     """Folder of masks, to train on a part of each image: one for each sample, with the same file
     name except for the suffix. White is trained on, black is not."""
     mask_invert: bool = False

@@ -8,9 +8,11 @@ several settings.
 
 from __future__ import annotations
 
+import os.path
 from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     Field,
     field_serializer,
     field_validator,
@@ -20,6 +22,7 @@ from gracetune.config.dataset_schema import DatasetSection
 from gracetune.config.schema_base import (
     Fraction,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -78,18 +81,18 @@ class ModelSection(Section):
         f"{', '.join(sorted(FAMILIES))}, or a family that another package provides through an "
         "entry point. `tiny` is a small model for trying things out.",
     )
-    path: str | None = None
+    path: PathText | None = None
     """The model: its name on the Hugging Face hub, a folder saved by diffusers, or a single-file
     checkpoint (`.safetensors`) with the tensor names of the original release. The other components
     of a single file come from the published model. Default: the first model of the family in
     docs/families.md, from the hub; `tiny` creates its model."""
     revision: str | None = None
     """Branch, tag or commit of a model on the hub. Set it to pin a version. Default: the newest."""
-    transformer_file: str | None = None
+    transformer_file: PathText | None = None
     """Safetensors file with the transformer's weights, under the tensor names of the original
     release or diffusers', in fp32, fp16, bf16 or fp8. Set it to train these weights instead of
     those in `path`, which still has all other components."""
-    transformer_2_file: str | None = None
+    transformer_2_file: PathText | None = None
     """Safetensors file with the weights of the second transformer, which is the low-noise one in
     models of the family `wan22`, as in `transformer_file`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -171,7 +174,7 @@ class CacheSection(Section):
     do not fit into memory."""
     text_cache_type: CacheType = "memory"
     """Where text embeddings are kept while training; values as for `vae_cache_type`."""
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     """Folder of a cache on disk. Runs with the same folder share their entries. Default: `cache` in
     the output folder."""
     persistent_cache: bool = False
@@ -421,7 +424,7 @@ class PromptSection(Section):
     """Number of denoising steps. Default: `validation.sample_steps`."""
     guidance: Annotated[float, Field(ge=0)] | None = None
     """Scale of classifier-free guidance. Default: `validation.guidance`."""
-    images: str | tuple[str, ...] | None = None
+    images: PathText | tuple[PathText, ...] | None = None
     """Path of the input image, or a list of paths, for models that animate or edit an image.
     Default: the entry of `validation.images` for this prompt."""
     frames: PositiveInt | None = None
@@ -467,7 +470,7 @@ class ValidationSection(Section):
     seconds: PositiveFloat | None = None
     """Length of generated audio in seconds. Default: the longest clip length of the first
     dataset."""
-    images: tuple[str | tuple[str, ...], ...] | None = None
+    images: tuple[PathText | tuple[PathText, ...], ...] | None = None
     """Paths of input images, one for each of `prompts`, for models that animate or edit an image.
     For models that take several, a list of paths can stand in place of each path."""
     holdout: Fraction = 0.0
@@ -640,8 +643,9 @@ def _checked_size(value: str | None) -> str | None:
 class RunFile(Section):
     """All settings of one training run."""
 
-    output_dir: Annotated[str, Field(min_length=1)] = "runs/run"
-    """Output folder of the run, for its settings, logs, samples, checkpoints and results."""
+    output_dir: Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)] = "runs/run"
+    """Output folder of the run, for its settings, logs, samples, checkpoints and results. In every
+    path, a leading `~` is your home folder."""
     seed: int = 0
     """Seed of all random numbers in training: data order, noise, timesteps, crops and dropout."""
     use_gh200_trainer: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from typing import Annotated, Any
 
 from pydantic import (
@@ -29,6 +30,8 @@ def _check_seed(value: int) -> int:
 
 Seed = Annotated[int, AfterValidator(_check_seed)]
 """A seed of one of torch's random generators."""
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path, in which a leading `~` is the home folder, or an address."""
 Scalar = str | int | float | bool | None
 
 

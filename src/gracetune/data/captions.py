@@ -61,6 +61,8 @@ class Captions:
     """Rows of caption tables whose file is not a sample of the dataset, each with its location."""
     missing: tuple[str, ...]
     """Keys of the samples that have no caption."""
+    unread: tuple[str, ...] = ()
+    """Text files next to samples that `caption_strategy: auto` passed over for a table."""
 
 
 def find_captions(
@@ -75,6 +77,7 @@ def find_captions(
     found: dict[str, Caption] = {}
     files: Sequence[str] = ()
     absent: list[str] = []
+    unread: dict[str, str] = {}
     match strategy:
         case "textfile":
             num_workers = section.in_memory.num_workers or default_workers()
@@ -85,6 +88,8 @@ def find_captions(
             name, rows_of = _TABLES[strategy]
             files = _tables(source, name)
             found, absent = _from_tables(source, files, rows_of, set(image_keys), setting)
+            if section.caption_strategy == "auto":
+                unread = _text_files(source, image_keys, section.caption_extension)
         case "filename":
             found.update(_from_names(image_keys))
         case "instanceprompt":
@@ -96,6 +101,7 @@ def find_captions(
         frozenset(files),
         tuple(absent),
         tuple(key for key in image_keys if key not in found),
+        tuple(unread.values()),
     )
 
 

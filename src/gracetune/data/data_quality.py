@@ -1,4 +1,4 @@
-"""Find samples that deserve a look: images that are enlarged, and exact and near duplicates.
+"""Find samples that deserve a look: dropped and enlarged ones, and exact and near duplicates.
 
 Exact duplicates are files with equal bytes. Near duplicates are images that show the same picture
 in another size, format or compression. They are found by comparing thumbnails of 8x8 pixels;
@@ -19,6 +19,7 @@ from gracetune.data.source import printable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from gracetune.data.batch_order import BucketGroup
     from gracetune.data.buckets import BucketPlan
     from gracetune.data.sample import Sample, Size
 
@@ -30,6 +31,8 @@ MAX_COMPARED_AT_START = 2000
 Thumbnails take about as long as reading the files; `gracetune data check` has no limit."""
 THUMBNAIL = (8, 8)
 """Width and height of the thumbnails that are compared."""
+MAX_WEIGHT_ERROR = 0.1
+"""Error of `weight` by rounding that is not worth a warning, as a fraction."""
 MAX_MEAN_DIFFERENCE = 4
 MAX_CELL_DIFFERENCE = 16
 """Near duplicates differ by at most this, of 255 levels: on average over the thumbnail (and in each
@@ -125,8 +128,16 @@ def _similar_pairs(thumbnails: Sequence[bytes]) -> Iterator[tuple[int, int]]:
 def quality_warnings(
     dataset: str, plan: BucketPlan, samples: Sequence[Sample], thumbnails: Mapping[str, bytes]
 ) -> list[str]:
-    """Return a line each about images that are enlarged, exact duplicates and near duplicates."""
+    """Return a line each about samples that are dropped, enlarged, exact and near duplicates."""
     lines = []
+    all_listed = "; `gracetune data check` lists all"
+    if plan.dropped:
+        first = plan.dropped[0]
+        lines.append(
+            f"{len(plan.dropped)} of {len(samples)} samples are dropped (the first is "
+            f"{printable(first.sample.key)}: {first.reason}); buckets-*.json in the output folder "
+            "lists all"
+        )
     small = enlarged(plan)
     if small:
         worst = small[0]
@@ -135,6 +146,7 @@ def quality_warnings(
             f"{num_small} of {len(samples)} samples are smaller than their bucket and are "
             f"enlarged, up to {worst.factor:.1f} times ({printable(worst.key)}, "
             f"{worst.size[0]}x{worst.size[1]}). Lower resolution, or leave them out with min_edge"
+            f"{all_listed}"
         )
     for groups, what in (
         (exact_duplicates(samples), "are exact copies of others, so they are trained more often"),
@@ -143,6 +155,24 @@ def quality_warnings(
         if groups:
             extra = sum(len(group) - 1 for group in groups)
             example = " and ".join(map(printable, groups[0][:2]))
-            lines.append(f"{extra} of {len(samples)} samples {what} (such as {example})")
-    hint = "; `gracetune data check` lists all"
-    return [f"dataset {dataset!r}: {line}{hint}" for line in lines]
+            lines.append(
+                f"{extra} of {len(samples)} samples {what} (such as {example}){all_listed}"
+            )
+    return [f"dataset {dataset!r}: {line}" for line in lines]
+
+
+def weight_warning(groups: Sequence[BucketGroup]) -> str:
+    """Return a line if rounding changes how often a dataset is used; else an empty text.
+
+    `groups` are the buckets of the dataset. Each is used a whole number of times in an epoch.
+    """
+    asked = sum(len(group.samples) * group.repeats * group.weight for group in groups)
+    used = sum(group.draws_per_epoch for group in groups)
+    if abs(used - asked) <= MAX_WEIGHT_ERROR * asked:
+        return ""
+    return (
+        f"dataset {groups[0].samples[0].dataset!r}: weight is {groups[0].weight:g}, but an epoch "
+        f"uses {used} samples instead of {asked:.3g}: each of its {len(groups)} buckets gives a "
+        "whole number of samples, at least one. Set a larger weight, or fewer buckets with "
+        "bucket_aspects or bucket_step"
+    )

@@ -19,7 +19,7 @@ from gracetune import entry_points
 from gracetune.atomic_files import write_text
 from gracetune.config.dataset_schema import STAGED_TYPES, TRIGGER
 from gracetune.data import audio, images, video
-from gracetune.data.captions import caption_orders, find_captions, require_captions
+from gracetune.data.captions import METADATA, caption_orders, find_captions, require_captions
 from gracetune.data.conditioning import find_companions, same_aspect
 from gracetune.data.data_quality import thumbnail
 from gracetune.data.prefetch import prefetched, worker_threads
@@ -375,6 +375,15 @@ def _report_captions(section: DatasetSection, captions: Captions, emit: Emit) ->
             Notice(
                 f"dataset {section.id!r}: {len(captions.absent)} rows of caption tables name files "
                 f"that are not in the dataset, such as {captions.absent[0]}",
+                level="warning",
+            )
+        )
+    if captions.unread:
+        emit(
+            Notice(
+                f"dataset {section.id!r}: captions are read from {METADATA}, not from "
+                f"{len(captions.unread)} text files next to the samples, such as "
+                f"{printable(captions.unread[0])}. Set caption_strategy to jsonl or to textfile",
                 level="warning",
             )
         )

@@ -75,7 +75,7 @@ from gracetune.data.batch_order import (
     RankShare,
     seeded_bits,
 )
-from gracetune.data.data_quality import MAX_COMPARED_AT_START, quality_warnings
+from gracetune.data.data_quality import MAX_COMPARED_AT_START, quality_warnings, weight_warning
 from gracetune.data.dataset import CorruptionLog, open_dataset
 from gracetune.data.dataset_checks import check_fit, check_kind
 from gracetune.data.images import choose_decoders
@@ -541,13 +541,14 @@ class DatasetPreparer:
         left_out = sum(entry.dataset == section.id for entry in self._corruption.entries)
         num_samples = len(dataset.samples) + left_out
         plan = buckets.assign(dataset.samples, section, step)
-        if self.ranks.rank == 0 and section.type != "shapes":  # whose images are alike on purpose
-            for text in quality_warnings(section.id, plan, dataset.samples, dataset.thumbnails):
-                self.emit(Notice(text, level="warning"))
         groups = [
             BucketGroup(samples, section.repeats, section.caption_dropout, size, section.weight)
             for size, samples in plan.buckets.items()
         ]
+        if self.ranks.rank == 0 and section.type != "shapes":  # whose images are alike on purpose
+            texts = quality_warnings(section.id, plan, dataset.samples, dataset.thumbnails)
+            for text in filter(None, (*texts, weight_warning(groups))):
+                self.emit(Notice(text, level="warning"))
         if augmentation_mode(section) == "disable_cache":
             items = self.items(groups, dataset.source, 0)
             workers = _decode_workers(section)

@@ -33,7 +33,8 @@ class JsonlLog:
     """An event sink that appends each event to a JSON Lines file.
 
     `handle` flushes each line, so a killed process loses at most the line that it was writing.
-    Lines about checkpoints and the end of a run are also synced to disk.
+    Lines about checkpoints and the end of a run are also synced to disk, in a new file with the
+    same lines if the file was deleted.
     """
 
     def __init__(
@@ -90,6 +91,8 @@ class JsonlLog:
     def _write(self, line: Mapping[str, object], prefix: str = "", durable: bool = False) -> None:
         text = prefix + json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
         try:
+            if durable and os.fstat(self._file.fileno()).st_nlink == 0:
+                self._write_deleted_lines()
             # A caption may contain half a surrogate pair, which UTF-8 cannot encode.
             self._file.write(text.encode("utf-8", errors="backslashreplace"))
             self._file.flush()
@@ -102,6 +105,15 @@ class JsonlLog:
                 f"the log {self._path} cannot be written: {error.strerror}. "
                 "Free some disk space, then run the same command again to continue."
             ) from error
+
+    def _write_deleted_lines(self) -> None:
+        """Write the lines of the deleted file to a new one, unless another process has made one."""
+        with suppress(FileNotFoundError, FileExistsError):  # the folder may be deleted as well
+            file = self._path.open("x+b")
+            self._file.seek(0)
+            file.write(self._file.read())
+            self._file.close()
+            self._file = file
 
 
 def read_events(path: Path) -> Iterator[dict[str, object]]:

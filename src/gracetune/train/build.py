@@ -499,14 +499,20 @@ def _load_model(
     """
     family = load_family(run.model, emit, is_first=ranks.local_rank == 0)
     timer.end("loading")
-    executor = ThreadPoolExecutor(1, thread_name_prefix="hash weights")
-    digest = executor.submit(family.weights_hasher())
-    executor.shutdown(wait=False)
+    digest = hash_weights(family)
     is_frozen = run.adapter is not None and run.model.quantize == "none"
     if unplanned or not is_frozen or ranks.world_size > 1:
         _agreed_digest(ranks, digest)
     timer.end("hashing")
     return family, digest
+
+
+def hash_weights(family: Family) -> Future[str]:
+    """Start to hash the present weights of a model in a thread."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="hash weights")
+    digest = executor.submit(family.weights_hasher())
+    executor.shutdown(wait=False)
+    return digest
 
 
 def _agreed_digest(ranks: RankGroup, digest: Future[str]) -> str:

@@ -60,7 +60,7 @@ from gracetune.train.step import TrainProgress
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from torch import Tensor
 
@@ -297,8 +297,9 @@ def _delete_old(
         _keep_adapter(old, adapters)  # first: a crash must not leave it in a half-deleted folder
         (old / MANIFEST).unlink()  # second, so that a half-deleted folder is no checkpoint
         shutil.rmtree(old)
-    if keep_adapters != "all":
-        _delete_old_adapters(adapters, keep_adapters)
+    if keep_adapters != "all" and has_adapter:
+        written = {file.name for file in (path / CHECKPOINT_ADAPTER).iterdir()}
+        _delete_old_adapters(adapters, keep_adapters, written)
 
 
 # Adapters of checkpoints
@@ -319,15 +320,28 @@ def _link_adapter(checkpoint: Path, adapters: Path) -> None:
 
 
 def _keep_adapter(checkpoint: Path, adapters: Path) -> None:
-    """Move the adapter of a checkpoint that will be deleted to `adapters`, if it is not there."""
+    """Move the adapter of a checkpoint that will be deleted to `adapters`, if it is not there.
+
+    Files that a user has put next to it, such as a converted adapter, are moved as well.
+    """
     exported, kept = checkpoint / CHECKPOINT_ADAPTER, adapters / checkpoint.name
     if exported.is_dir() and not kept.exists():
         adapters.mkdir(exist_ok=True)
         exported.rename(kept)
+    elif exported.is_dir():
+        for file in exported.iterdir():
+            if not (kept / file.name).exists():
+                file.rename(kept / file.name)
 
 
-def _delete_old_adapters(adapters: Path, keep: int) -> None:
+def _delete_old_adapters(adapters: Path, keep: int, written: Container[str]) -> None:
+    """Delete old adapters, whose files have the names `written`.
+
+    A folder in which a user has put other files, such as a converted adapter, is kept.
+    """
     for old in _step_folders(adapters)[:-keep]:
+        if any(file.name not in written for file in old.iterdir()):
+            continue
         # Renamed first, so that a half-deleted folder is not taken for an adapter.
         shutil.rmtree(old.rename(adapters / f".{old.name}.{os.getpid()}.staging"))
 
@@ -408,6 +422,11 @@ def load_tensors(path: Path, kind: str) -> Mapping[str, Tensor]:
             _check_digest(file, manifest["files"][file.name])
         return _open_tensors(files) if files else {}
     except (OSError, SafetensorError, ValueError) as error:
+        if not (path / MANIFEST).exists():
+            raise CheckpointError(
+                f"the checkpoint {path} was deleted meanwhile. A run that trains keeps the newest "
+                "ones only (train.keep_checkpoints): try again."
+            ) from error
         raise CheckpointError(
             f"the checkpoint {path} is damaged: {error}. Use another step."
         ) from error

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from gracetune.atomic_files import atomic_folder
+from gracetune.atomic_files import atomic_folder, remove_stale_staging
 from gracetune.errors import CheckpointError, ConfigError, redact_urls
 from gracetune.events.types import Notice
 from gracetune.models.family import key_tables, transformers_of
@@ -88,6 +88,8 @@ def export_result(
     tools: tuple[str, ...] = ()
     is_main = state.ranks.is_main
     try:
+        if is_main:
+            remove_stale_staging(path.parent, path.name)
         if state.run.adapter is not None:
             collected = collect_adapter(state, modules, base_weights)
             if is_main:

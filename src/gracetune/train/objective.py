@@ -105,11 +105,11 @@ def min_snr_notes(section: TrainSection, prediction: PredictionType) -> list[str
         return []
     if section.min_snr_in_flow == "identity":
         return [
-            f"train.min_snr_gamma is {gamma:g} but has no effect: flow matching weighs all "
+            f"config: train.min_snr_gamma is {gamma:g} but has no effect: flow matching weighs all "
             "timesteps alike. Set train.min_snr_in_flow: exact to apply the published weights."
         ]
     return [
-        f"min-SNR weighs timestep t by min((1-t)^2, {gamma:g} t^2), "
+        f"config: min-SNR weighs timestep t by min((1-t)^2, {gamma:g} t^2), "
         f"for example {min(0.125**2, gamma * 0.875**2):.3f} at t = 0.875."
     ]
 

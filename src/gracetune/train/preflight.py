@@ -79,7 +79,7 @@ def check_same_settings(run: RunFile, resume_from: str) -> None:
     Only its manifest is read. If that is damaged, `checkpoint.py` reports it.
     """
     checkpoint = _checkpoint_to_resume(Path(run.output_dir) / CHECKPOINT_FOLDER, resume_from)
-    saved = {} if checkpoint is None else _read_identity(checkpoint / MANIFEST)
+    saved = {} if checkpoint is None else read_identity(checkpoint / MANIFEST)
     if saved:
         # Whether `auto` means bf16 depends on the device, so run.py compares the precision.
         precision = str(saved.get("train.mixed_precision", ""))
@@ -134,8 +134,8 @@ def _checkpoint_to_resume(folder: Path, resume_from: str) -> Path | None:
     return steps[max(steps)] if steps else None
 
 
-def _read_identity(manifest: Path) -> Mapping[str, object]:
-    """Return the settings in a manifest; nothing if it cannot be read."""
+def read_identity(manifest: Path) -> Mapping[str, object]:
+    """Return the identity of the run in a manifest; nothing if it cannot be read."""
     try:
         identity = json.loads(manifest.read_text(encoding="utf-8"))["identity"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

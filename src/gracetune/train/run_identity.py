@@ -27,17 +27,20 @@ from gracetune.errors import CheckpointError
 from gracetune.optim.registry import SCHEDULE_DEPENDS_ON_LENGTH
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from gracetune.data.sample import Sample
 
-IDENTITY_VERSION = 5
+IDENTITY_VERSION = 6
 """Version of the identity in a checkpoint. Raise it when a setting is added to `IDENTITY_SETTINGS`,
 so that an earlier gracetune, which does not know the setting, refuses the checkpoint. Version 1
 stored no version."""
 VERSION_KEY = "identity version"
 WEIGHTS_KEY = "the model's weights at the start"
 SAMPLES_KEY = "the training samples and captions"
+NAMES_KEY = "the file names in datasets with caption_dropout"
+LENGTH_KEY = "train.max_train_steps"
+DIGEST_KEYS = {WEIGHTS_KEY, SAMPLES_KEY, NAMES_KEY}
 
 
 def _names(settings: Mapping[str, str]) -> frozenset[str]:
@@ -121,13 +124,13 @@ not its default."""
 STEP_SIZE_SETTINGS = {"train.gradient_accumulation_steps", "train.effective_batch_size"}
 """Settings that may change together with the number of ranks, if the samples per optimizer step
 stay the same."""
-ADDED_IN_VERSION_2 = {"cache_config.vae_tiling"}
-"""Settings that existed before they became part of the identity: unknown for older checkpoints, and
-not compared with them."""
+ADDED_IN_VERSION = {"cache_config.vae_tiling": 2, NAMES_KEY: 6}
+"""Version of the identity that first contained an entry whose effect is older: unknown for
+checkpoints of earlier versions, and not compared with them."""
 
 
 def run_identity(
-    run: RunFile, samples: Iterable[Sample], weights: str, precision: str
+    run: RunFile, samples: Sequence[Sample], weights: str, precision: str
 ) -> dict[str, object]:
     """Return the identity of a run: its settings, and digests of base weights and samples.
 
@@ -138,6 +141,7 @@ def run_identity(
         **identity_settings(run, precision),
         WEIGHTS_KEY: weights,
         SAMPLES_KEY: samples_digest(samples),
+        NAMES_KEY: _names_digest(samples, {d.id for d in run.datasets if d.caption_dropout}),
     }
 
 
@@ -150,7 +154,7 @@ def identity_settings(run: RunFile, precision: str) -> dict[str, object]:
                 dataset.pop(key)
     flat = {key: value for key, value in _flatten(settings) if setting_of(key) in IDENTITY_SETTINGS}
     if SCHEDULE_DEPENDS_ON_LENGTH[run.optimizer.schedule]:
-        flat["train.max_train_steps"] = run.train.max_train_steps
+        flat[LENGTH_KEY] = run.train.max_train_steps
     flat["train.mixed_precision"] = precision
     return flat
 
@@ -169,12 +173,21 @@ def setting_of(key: str) -> str:
 
 
 def samples_digest(samples: Iterable[Sample]) -> str:
-    """Hash the contents and captions of all samples; their paths do not matter."""
+    """Hash the contents and captions of all samples."""
     hasher = blake3()
     for sample in samples:
         hasher.update(f"{sample.dataset}\0{sample.digest}\0{sample.caption}\n".encode())
         for companion in sample.companions:
             hasher.update(f"{companion.role}\0{companion.digest}\n".encode())
+    return hasher.hexdigest(length=16)
+
+
+def _names_digest(samples: Iterable[Sample], datasets: Container[str]) -> str:
+    """Hash the names of the samples of these datasets; their caption dropout depends on them."""
+    hasher = blake3()
+    for sample in samples:
+        if sample.dataset in datasets:
+            hasher.update(f"{sample.dataset}\0{sample.key}\n".encode(errors="surrogateescape"))
     return hasher.hexdigest(length=16)
 
 
@@ -232,7 +245,7 @@ def samples_per_step(identity: Mapping[str, object], ranks: int) -> int:
 def removed_settings(saved: Mapping[str, object]) -> list[str]:
     """Return the settings of a checkpoint that this version of gracetune does not have."""
     sections = {name.rpartition(".")[0] for name in IDENTITY_SETTINGS | CHANGEABLE_SETTINGS}
-    known = {VERSION_KEY, WEIGHTS_KEY, SAMPLES_KEY}
+    known = {VERSION_KEY, *DIGEST_KEYS}
     for section in sections:  # a section or list that is empty is stored under its own name
         known |= {section, section.removesuffix(".*")}
     return [key for key in saved if not setting_of(key) and _without_indices(key) not in known]
@@ -251,15 +264,19 @@ def _changes(
     for name, value in current.items():
         if name == VERSION_KEY or _optional_parts([name]) - saved_parts:
             continue
+        if name == LENGTH_KEY and name not in saved:
+            continue  # it has been compared since version 1, and the schedule differs
         setting = setting_of(name)
         if name in saved:
             before, note = saved[name], ""
-        elif version == 1 and setting in ADDED_IN_VERSION_2:
+        elif version < ADDED_IN_VERSION.get(setting or name, 0):
             continue
         else:  # the checkpoint is older than the setting
             before = FORMER_BEHAVIOUR.get(setting, _defaults().get(setting))
             note = " (the checkpoint is older than this setting)"
-        if before != value:
+        if before != value and name in DIGEST_KEYS:
+            yield f"{name}{' or validation.holdout' * (name == SAMPLES_KEY)} have changed"
+        elif before != value:
             yield f"{name} was {before!r}{note} and is now {value!r}"
 
 

@@ -33,7 +33,7 @@ from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.registry import optimizer_info
 from gracetune.optim.schedule import AveragingOptimizer, averaged_weights
-from gracetune.train.build import with_index
+from gracetune.train.build import hash_weights, with_index
 from gracetune.train.checkpoint import load_tensors
 from gracetune.train.experts import build_expert_schedule, expected_token_counts
 from gracetune.train.prepare_model import (
@@ -98,7 +98,7 @@ def sample_all(
     variants, the last file is a comparison sheet.
     """
     run = targets.run
-    with Sampler(run, accelerator, emit) as sampler:
+    with Sampler(run, accelerator, emit, targets.base_weights) as sampler:
         family = sampler.family
         is_known = bool(run.datasets)
         defaults = dataset_defaults(run.datasets[0]) if is_known else model_defaults(family)
@@ -167,12 +167,21 @@ class _Applied:
 class Sampler:
     """A loaded model that generates samples with several sets of weights, one after the other."""
 
-    def __init__(self, run: RunFile, accelerator: Accelerator, emit: Emit) -> None:
+    def __init__(
+        self, run: RunFile, accelerator: Accelerator, emit: Emit, base_weights: str = ""
+    ) -> None:
+        """Load the model of a run. `base_weights` is the digest of the weights that its adapter was
+        trained on: a warning says if the model has others.
+        """
         self.run = run
         self.emit = emit
         self.accelerator = accelerator
         self.device = with_index(accelerator.device)
         self.family: Family = load_family(run.model)
+        self._base_weights = base_weights
+        self._digest = hash_weights(self.family) if base_weights else None
+        if run.model.quantize != "none":
+            self._check_base_weights()  # before they are quantized
         if run.model.frozen_compute == "fp8":
             emit(Notice("model.frozen_compute is fp8; samples are computed in bf16"))
         quantize_frozen(run, self.family, emit)
@@ -243,7 +252,15 @@ class Sampler:
 
     # Weights
 
+    def _check_base_weights(self) -> None:
+        if self._digest is not None and self._digest.result() != self._base_weights:
+            text = "the model has other weights than the run was trained on, so samples differ from"
+            hint = "those of its validations. Name the model of the run with --model FAMILY=PATH"
+            self.emit(Notice(f"{text} {hint}", level="warning"))
+        self._digest = None
+
     def _apply(self, variant: Variant) -> None:
+        self._check_base_weights()
         applied = self._applied
         has_structure = applied is not None and applied.is_run and self.run.adapter is not None
         if has_structure and variant.checkpoint is not None:  # only the adapter's weights change

@@ -27,6 +27,8 @@ from gracetune.config.load import load_run_file
 from gracetune.config.schema import ModelSection, RunFile
 from gracetune.errors import ConfigError
 from gracetune.models.registry import FAMILIES
+from gracetune.train.preflight import MANIFEST, read_identity
+from gracetune.train.run_identity import WEIGHTS_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,6 +76,9 @@ class SampleTargets:
     variants: tuple[Variant, ...]
     folder: Path
     """Default folder of the output files."""
+    base_weights: str = ""
+    """Digest of the weights that the run's adapter was trained on; empty if it is unknown, or if
+    another model was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +135,8 @@ def find_targets(
         run, variants = _run_variants(
             run, targets[0], "all" if compare and steps is None else steps
         )
-        return SampleTargets(run, tuple(variants), folder)
+        base_weights = _base_weights(variants) if model is None and run.adapter else ""
+        return SampleTargets(run, tuple(variants), folder, base_weights)
     if steps is not None:
         raise ConfigError(
             f"--at is {steps}, but steps can be chosen for a single run only. Name its folder "
@@ -197,6 +203,13 @@ def _steps_of(folder: Path, run: RunFile) -> dict[int, Variant]:
         step = int(path.name.removeprefix("step-"))
         found[step] = Variant(f"step {step}", path.name, checkpoint=path, is_run=True)
     return found
+
+
+def _base_weights(variants: Sequence[Variant]) -> str:
+    """Return the digest of the weights before training that the checkpoints of a run name."""
+    checkpoints = [variant.checkpoint for variant in variants if variant.checkpoint is not None]
+    identities = (read_identity(checkpoint / MANIFEST) for checkpoint in checkpoints)
+    return next((str(found.get(WEIGHTS_KEY, "")) for found in identities), "")
 
 
 def _result_variant(run: RunFile, folder: Path) -> tuple[RunFile, list[Variant]]:

@@ -487,6 +487,11 @@ def build_validation(
     ignored = ignored_negatives(planned, family)
     if ignored:
         emit(Notice(ignored, level="warning"))
+    if run.validation.holdout and not pipeline.held_out_draws:
+        num_files = len({sample.digest for sample in pipeline.train_samples})
+        text = f"validation.holdout is {run.validation.holdout:g}, which is none of {num_files}"
+        hint = f"so no held-out loss is measured. Set it to at least {1 / num_files:.2g}"
+        emit(Notice(f"{text} files, {hint}", level="warning"))
     return ValidationSetup(
         folder=Path(run.output_dir) / VALIDATION_FOLDER,
         prompts=tuple(one.prompt for one in planned),

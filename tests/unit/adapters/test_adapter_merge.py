@@ -101,6 +101,7 @@ def test_experts_are_merged_into_their_transformers(tmp_path):
     (pipeline / "vae").mkdir()
     (pipeline / "vae" / "config.json").write_text("vae")
     high, low = make_wan(seed=1), make_wan(seed=2)
+    (tmp_path / ".out.77.staging").mkdir()  # a killed merge has left it
     done = merge_into_pipeline(
         pipeline, tmp_path / "out", {"high": [(high, 1.0)], "low": [(low, 1.0)]}, WAN
     )
@@ -112,6 +113,7 @@ def test_experts_are_merged_into_their_transformers(tmp_path):
         for place, layer in adapter.layers.items():
             key = key_of(place.module, "diffusers")
             torch.testing.assert_close(after[key], before[key] + delta(layer))
+    assert not (tmp_path / ".out.77.staging").exists()
 
 
 def test_an_expert_that_the_pipeline_lacks_is_refused(tmp_path):

@@ -352,6 +352,14 @@ def test_existing_files_are_not_overwritten(capsys, lora, tmp_path):
     assert "would be overwritten" in _error(capsys, "convert", lora, "--to", "kohya")
 
 
+def test_a_file_that_tools_would_not_read_as_safetensors_is_refused(capsys, lora, tmp_path):
+    words = ("convert", lora, "--to", "diffusers", "-o")
+    for name in ("mine.pt", "mine"):
+        assert "mine.safetensors." in _error(capsys, *words, tmp_path / name)
+        assert not (tmp_path / name).exists()
+    run(capsys, *words, tmp_path / "mine.sft")
+
+
 def test_errors_are_printed_as_json(capsys, lora, tmp_path):
     torn = tmp_path / "torn.safetensors"
     torn.write_bytes(lora.read_bytes()[:1000])

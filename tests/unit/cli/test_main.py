@@ -3,6 +3,7 @@ import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -192,3 +193,19 @@ def test_a_broken_pipe_to_a_worker_is_an_error() -> None:
     done = command(code=SCRIPT.format(run="(_ for _ in ()).throw(BrokenPipeError('worker'))"))
     assert done.returncode == 1
     assert "BrokenPipeError: worker" in done.stderr
+
+
+def test_a_working_directory_that_was_deleted_is_named(
+    verb: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    verb.run = lambda _: len(os.getcwd())
+    assert cli.main(["play"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("gracetune: the working directory no longer exists.")

@@ -245,6 +245,8 @@ def test_the_settings_of_families_exist_in_the_schema():
         ({"model": {"family": "flux", "task": "image"}}, "model.task"),
         ({"model": {"family": "flux", "init_seed": 1}}, "model.init_seed"),
         ({"train": {"switch_every": 7}}, "train.switch_every"),
+        ({"train": {"timestep_sampling": "mode", "timestep_mean": 1}}, "train.timestep_mean"),
+        ({"optimizer": {"final_lr_share": 0.1}}, "optimizer.final_lr_share"),
         ({"adapter": {"factor": 8}}, "adapter.factor"),
         ({"train": {"keep_adapters": 2}}, "train.keep_adapters"),
         ({"adapter": {"kind": "loha", "full_matrix": True}}, "adapter.full_matrix"),
@@ -269,12 +271,22 @@ def test_settings_without_effect_are_reported(sections, setting):
         {"model": {"family": "of_a_package", "transformer_file": "x"}},
         {"adapter": {"kind": "lokr", "factor": 8, "full_matrix": True}},
         {"adapter": {"factor": -1}},
+        {"train": {"timestep_std": 1.5}, "validation": {"num_prompts": 2}},
+        {"optimizer": {"schedule": "linear", "final_lr_share": 0.1, "warmup_steps": 100}},
         {"datasets": ({"dataset_type": "video", "frames": 9, "clip": "center"},)},
         {"datasets": ({"dataset_type": "audio", "seconds": 3.0},), "validation": {"seconds": 2.0}},
     ],
 )
 def test_settings_with_an_effect_are_not_reported(sections):
     assert find_remarks(run(**sections)) == []
+
+
+def test_unused_numbers_of_prompts_and_long_warmups_are_remarked():
+    (text,) = find_remarks(run(validation={"prompts": ["a"], "num_prompts": 2}))
+    assert text.startswith("validation.num_prompts has no effect")
+    (text,) = find_remarks(run(optimizer={"warmup_steps": 10}, train={"max_train_steps": 10}))
+    assert "does not reach optimizer.lr in the run's 10 steps" in text
+    assert find_remarks(run(optimizer={"warmup_steps": 9}, train={"max_train_steps": 10})) == []
 
 
 def test_the_trigger_word_replaces_its_placeholder_in_prompts():
@@ -312,6 +324,7 @@ def test_a_prompt_with_a_placeholder_needs_one_trigger_word(datasets, reason):
             {"caption_strategy": "filename", "caption_extension": "tags"},
             "datasets.0.caption_extension has no effect",
         ),
+        ({"instance_prompt": "a cat"}, "datasets.0.instance_prompt has no effect"),
     ],
 )
 def test_caption_settings_without_effect_are_remarked(settings, remark):

@@ -59,6 +59,25 @@ def test_overrides_apply_to_files(tmp_path):
     assert load_run_file(str(file), ["seed=3"], {}).run.seed == 3
 
 
+def test_a_leading_tilde_in_a_path_is_the_home_folder(monkeypatch):
+    """It would otherwise create a folder called `~` in the working directory."""
+    monkeypatch.setenv("HOME", "/home/me")
+    overrides = [
+        "output_dir=~/runs",
+        "model.path=~/model",
+        "cache_config.cache_dir=~",
+        "datasets.0.instance_data_dir=~/images",
+        'datasets.0.conditioning_data_dir=["~/left","s3://~/right"]',
+        'validation.images=[["~/one.png","a~b.png"]]',
+    ]
+    run = load_run_text("{}", "json", "run", overrides, {}).run
+    assert (run.output_dir, run.model.path) == ("/home/me/runs", "/home/me/model")
+    assert run.cache_config.cache_dir == "/home/me"
+    assert run.datasets[0].instance_data_dir == "/home/me/images"
+    assert run.datasets[0].conditioning_data_dir == ("/home/me/left", "s3://~/right")
+    assert run.validation.images == (("/home/me/one.png", "a~b.png"),)
+
+
 def test_an_index_may_be_in_brackets_as_in_error_messages():
     assert parse_override("datasets[0].resolution=32") == (("datasets", 0, "resolution"), 32)
     assert parse_override("datasets.0.resolution=32") == (("datasets", 0, "resolution"), 32)

@@ -6,18 +6,21 @@ import io
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 from blake3 import blake3
 from media_files import image_bytes, photo
 from PIL import Image
 
 from gracetune.config.dataset_schema import DatasetSection
 from gracetune.data import buckets
+from gracetune.data.batch_order import BucketGroup
 from gracetune.data.data_quality import (
     enlarged,
     exact_duplicates,
     near_duplicates,
     quality_warnings,
     thumbnail,
+    weight_warning,
 )
 from gracetune.data.sample import Sample
 
@@ -68,6 +71,31 @@ def test_an_image_that_is_small_for_several_buckets_is_counted_once() -> None:
     assert len(enlarged(plan)) == 2
     (line,) = quality_warnings("d", plan, [small], {})
     assert line.startswith("dataset 'd': 1 of 1 samples are smaller")
+
+
+def test_dropped_samples_are_named_with_their_reason() -> None:
+    samples = [Sample("d", "a", "", "a", 64, 64), Sample("d", "b", "", "b", 640, 64)]
+    plan = buckets.assign(samples, DatasetSection(resolution=(32, 64)), 8)
+    (line,) = quality_warnings("d", plan, samples, {})
+    assert line == (
+        "dataset 'd': 1 of 2 samples are dropped (the first is b: max_aspect is 3, its aspect "
+        "ratio is 10.00); buckets-*.json in the output folder lists all"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "weight", "used"),
+    [([10, 10], 0.5, ""), ([20], 0.05, ""), ([2, 1, 1, 1], 0.5, "4 samples instead of 2.5")],
+)
+def test_a_weight_that_small_buckets_change_is_reported(lengths, weight, used) -> None:
+    sample = Sample("d", "a", "", "a", 8, 8)
+    groups = [
+        BucketGroup((sample,) * length, 1, 0, (8 * edge, 8), weight)
+        for edge, length in enumerate(lengths, 1)
+    ]
+    line = weight_warning(groups)
+    assert used in line
+    assert bool(line) == bool(used)
 
 
 def test_images_smaller_than_their_bucket_are_enlarged() -> None:

@@ -161,11 +161,20 @@ def test_rows_for_absent_files_are_counted_once(images: Path) -> None:
     names = ("a.png", "deep/b.PNG", "gone.png", "gone too.png")
     rows = (json.dumps({"file_name": name, "text": "x"}) for name in names)
     (images / "metadata.jsonl").write_text("\n".join(rows))
-    opener = DatasetOpener(images)
+    opener = DatasetOpener(images, caption_strategy="jsonl")
     opener.open()
     (text,) = opener.warnings()
     assert "2 rows of caption tables name files that are not in the dataset, such as" in text
     assert text.endswith("metadata.jsonl: gone.png")
+
+
+def test_text_files_that_a_table_replaces_are_named(images: Path) -> None:
+    rows = (json.dumps({"file_name": name, "text": "x"}) for name in ("a.png", "deep/b.PNG"))
+    (images / "metadata.jsonl").write_text("\n".join(rows))
+    opener = DatasetOpener(images)
+    assert {sample.caption for sample in opener.open().samples} == {"x"}
+    (text,) = opener.warnings()
+    assert "not from 2 text files next to the samples, such as a.txt. Set caption_strategy" in text
 
 
 @pytest.mark.parametrize("link", [True, False])

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -191,6 +192,20 @@ def test_checkpoints_and_the_end_are_synced_to_disk(
         RunEnded(1, "done", 1.0),
     )
     assert len(synced) == 2
+
+
+def test_a_deleted_log_is_written_again_with_the_next_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "events.jsonl"
+    log = JsonlLog(path)
+    log.handle(Notice("one"))
+    shutil.rmtree(path.parent)
+    log.handle(CheckpointSaved(1, "c", 10, 0.1, "every"))  # there is no folder for the file
+    path.parent.mkdir()
+    log.handle(CheckpointSaved(2, "c", 10, 0.1, "every"))
+    log.handle(Notice("two"))
+    log.close()
+    kinds = [line["event"] for line in read_events(path)]
+    assert kinds == ["notice", "checkpoint_saved", "checkpoint_saved", "notice"]
 
 
 def test_a_log_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:

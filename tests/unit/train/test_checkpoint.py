@@ -325,6 +325,26 @@ def test_the_newest_adapters_are_kept(tmp_path, keep):
     assert names == [f"step-{step:06d}" for step in range(6 - keep, 6)]
 
 
+def test_a_checkpoint_that_was_deleted_is_not_called_damaged(tmp_path):
+    path = checkpoint.save_snapshot(tmp_path, snapshot(1), keep=1).path
+    checkpoint.save_snapshot(tmp_path, snapshot(2), keep=1)
+    with pytest.raises(CheckpointError, match="step-000001 was deleted meanwhile"):
+        checkpoint.load_tensors(path, "weights")
+
+
+def test_files_of_a_user_next_to_an_adapter_are_kept(tmp_path):
+    path = save_with_adapter(tmp_path, 1, keep=1, keep_adapters=1)
+    (path / "adapter" / "converted.safetensors").write_text("mine")
+    (path / "adapter" / "peft").mkdir()
+    for step in (2, 3):
+        save_with_adapter(tmp_path, step, keep=1, keep_adapters=1)
+    kept = tmp_path / "adapters" / "step-000001"
+    assert (kept / "converted.safetensors").read_text() == "mine"
+    assert (kept / "peft").is_dir()
+    names = sorted(folder.name for folder in (tmp_path / "adapters").iterdir())
+    assert names == ["step-000001", "step-000003"]
+
+
 @pytest.mark.parametrize("call", ["unlink", "rmtree"])
 def test_a_crash_while_a_checkpoint_is_deleted_loses_no_adapter(tmp_path, call, monkeypatch):
     """The file system has no hard links, so the adapter is only in the checkpoint."""

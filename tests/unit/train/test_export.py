@@ -46,6 +46,13 @@ def trained_adapter(checkpoint, tmp_path, name="ema.safetensors"):
     )
 
 
+def test_what_a_killed_export_has_left_is_removed(tiny_run, tmp_path):
+    left = tmp_path / "run" / ".adapter.77.staging"
+    left.mkdir(parents=True)
+    run_training(tiny_run(adapter={"rank": 2}, train={"max_train_steps": 1}))
+    assert not left.exists()
+
+
 def test_the_file_has_the_trigger_word_of_the_run(tiny_run):
     dataset = tiny_run().datasets[0].model_dump(mode="json", exclude_unset=True)
     words = [{"id": "a", "trigger_word": "ohwx"}, {"id": "b", "trigger_word": "sks"}, {"id": "c"}]

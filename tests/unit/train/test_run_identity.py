@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from gracetune.config.load import known_keys
@@ -9,6 +11,7 @@ from gracetune.train.run_identity import (
     FORMER_BEHAVIOUR,
     IDENTITY_SETTINGS,
     IDENTITY_VERSION,
+    NAMES_KEY,
     VERSION_KEY,
     changed_settings,
     check_same_run,
@@ -54,7 +57,7 @@ def test_settings_that_differ_are_named(sections, names):
         ({"optimizer": {"lr": 0.5}}, "optimizer.lr"),
         ({"adapter": {"rank": 4}}, "adapter"),
         ({"datasets": [{"id": "a", "resolution": 64}]}, r"datasets\[0\].resolution"),
-        ({"samples": SAMPLES[:1]}, "the training samples and captions"),
+        ({"samples": SAMPLES[:1]}, "the training samples and captions or validation.holdout have"),
         ({"weights": "other"}, "the model's weights at the start"),
         ({"precision": "bf16"}, "train.mixed_precision"),
         (
@@ -97,12 +100,27 @@ def test_more_steps_are_another_run_if_the_schedule_depends_on_them():
     long = {"optimizer": {"schedule": "cosine"}, "train": {"max_train_steps": 20}}
     with pytest.raises(CheckpointError, match=r"train\.max_train_steps was 10 and is now 20"):
         check_same_run(identity(**short), identity(**long))
+    changed = "another run: optimizer.schedule was 'constant' and is now 'cosine'. Restore"
+    with pytest.raises(CheckpointError, match=changed):
+        check_same_run(identity(), identity(**long))
 
 
 def test_a_changed_caption_is_noticed():
     changed = [SAMPLES[0], Sample("a", "2.png", "zwei", "d2", 8, 8)]
     with pytest.raises(CheckpointError, match="captions"):
         check_same_run(identity(), identity(samples=changed))
+
+
+def test_file_names_are_compared_where_caption_dropout_depends_on_them():
+    renamed = [replace(sample, key=f"new-{sample.key}") for sample in SAMPLES]
+    check_same_run(identity(), identity(samples=renamed))
+    dropout = {"datasets": [{"id": "a", "instance_data_dir": "x", "caption_dropout": 0.1}]}
+    before = identity(**dropout)
+    with pytest.raises(CheckpointError, match="file names in datasets with caption_dropout have"):
+        check_same_run(before, identity(samples=renamed, **dropout))
+    older = without(before, NAMES_KEY) | {VERSION_KEY: 5}
+    check_same_run(older, identity(samples=renamed, **dropout))
+    assert removed_settings(before) == []
 
 
 def test_mask_settings_are_compared_only_with_masks():
@@ -123,7 +141,7 @@ def test_every_setting_is_either_compared_or_changeable():
 
 def test_the_version_is_raised_with_every_new_setting():
     """A setting that is added to IDENTITY_SETTINGS needs another IDENTITY_VERSION."""
-    assert (IDENTITY_VERSION, len(IDENTITY_SETTINGS)) == (5, 92)
+    assert (IDENTITY_VERSION, len(IDENTITY_SETTINGS)) == (6, 92)
 
 
 def without(saved, *names):

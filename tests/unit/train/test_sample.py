@@ -375,6 +375,22 @@ def test_an_adapter_file_elsewhere_is_sampled_with_a_named_model(trained, tmp_pa
     assert settings["adapters"] == [{"file": str(copied), "strength": 0.5}]
 
 
+def test_other_base_weights_than_in_training_are_reported(trained, tmp_path, capsys):
+    words = ["--prompt", "a box", "--steps", "1", "--out", str(tmp_path)]
+    changed = tmp_path / "changed"
+    shutil.copytree(trained[0], changed)
+    record = json.loads((changed / "run.json").read_text())
+    record["model"]["init_seed"] = 5
+    (changed / "run.json").write_text(json.dumps(record))
+    for folder, is_reported in ((trained[0], False), (changed, True)):
+        assert main(["sample", str(folder), *words]) == 0
+        shown = capsys.readouterr()
+        assert ("other weights than the run was" in shown.out + shown.err) == is_reported
+    assert main(["sample", str(changed), "--model", "tiny", *words]) == 0
+    shown = capsys.readouterr()
+    assert "other weights" not in shown.out + shown.err, "the model was asked for"
+
+
 def test_an_adapter_of_another_model_is_refused(trained, tmp_path):
     folder, _ = trained
     adapter = read_adapter(folder / "adapter", TABLES)

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from gracetune.events.run_control import RunControl
+from gracetune.events.types import Notice
 from gracetune.models.family import GeneratedSample
 from gracetune.train import validate as validate_module
 from gracetune.train.accelerator import start_accelerator
@@ -54,6 +55,14 @@ def test_samples_are_reproducible_and_leave_the_weights_alone(session):
     assert s.state.transformer.training
     for name, parameter in s.state.parameters.items():
         assert torch.equal(parameter, before[name])
+
+
+def test_a_holdout_that_is_less_than_a_file_is_reported(session, recorder):
+    assert session(prompts=["one"], holdout=0.001).validation.held_out == []
+    (text,) = [one.text for one in recorder.of(Notice) if "holdout" in one.text]
+    assert text.startswith("validation.holdout is 0.001, which is none of 64 files, so no held-out")
+    assert text.endswith("Set it to at least 0.016")
+    assert session(prompts=["one"], holdout=0.016).validation.held_out
 
 
 def test_a_sample_does_not_depend_on_the_other_prompts(session):

@@ -18,7 +18,7 @@ from gracetune.adapters.files.fused_projections import split_fused, swap_halves
 from gracetune.adapters.files.io import save_tensors
 from gracetune.adapters.files.keys import KeyIndex, template_of
 from gracetune.adapters.files.layers import delta_bias, delta_shape, merge_weight
-from gracetune.atomic_files import atomic_file, atomic_folder
+from gracetune.atomic_files import atomic_file, atomic_folder, remove_stale_staging
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def merge_into(
     model = open_model(path, table)
     updates = _plan_updates(model, adapters)
     changed = len({layer.module for adapter, _ in adapters for layer in adapter.layers})
+    remove_stale_staging(out.parent, out.name)  # of a killed merge: a copy of a whole model
     if not path.is_dir():
         with atomic_file(out) as staging:
             _rewrite_file(path, staging, updates.get(path, {}))
@@ -95,6 +96,7 @@ def merge_into_pipeline(
                 kind="other-model",
             )
     reports = {}
+    remove_stale_staging(out.parent, out.name)
     with atomic_folder(out) as folder:
         for entry in sorted(path.iterdir()):
             copy = folder / entry.name
