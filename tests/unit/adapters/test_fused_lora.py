@@ -1,5 +1,6 @@
 """Fused LoRA layers compute the same as peft's, and fp8 layers nearly the same."""
 
+import sys
 from contextlib import ExitStack
 
 import pytest
@@ -132,6 +133,21 @@ def test_fp32_layers_under_autocast_use_pefts_forward():
     assert found[0].dtype == torch.bfloat16
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_weights_in_the_compute_dtype_take_few_calls_of_python_functions():
+    """Steps of small batches are bound by the CPU, and this hook reads all LoRA weights."""
+    model = make()
+    fuse_lora(model)
+    (hook,) = model._forward_pre_hooks.values()
+    calls = []
+    sys.setprofile(lambda _, event, __: calls.append(event) if event == "call" else None)
+    try:
+        hook(model, ())
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 2 * len(NAMES) + 3
+    assert model.inner.forward.__self__.cast_weights is None
 
 
 def test_a_layer_that_is_not_called_gets_no_gradient():
