@@ -187,6 +187,19 @@ def test_a_disabled_adapter_has_no_effect():
     assert torch.equal(model(x), plain(x))
 
 
+def test_a_merged_or_inactive_adapter_uses_pefts_forward(monkeypatch):
+    model, x = make(), torch.ones(2, 32)
+    fuse_lora(model)
+    fused = [layer.forward.__self__ for layer in (model.inner, model.outer)]
+    assert all(one.is_active(x) for one in fused)
+    for one in fused:  # peft keeps one name, or a list of names
+        monkeypatch.setattr(one.layer, "_active_adapter", [one.name])
+    assert all(one.is_active(x) for one in fused)
+    monkeypatch.setattr(fused[0].layer, "_active_adapter", [fused[0].name, "other"])
+    fused[1].layer.merge()
+    assert not any(one.is_active(x) for one in fused)
+
+
 def test_quantized_rows_use_the_whole_range_and_zero_rows_stay_zero():
     x = torch.tensor([[1e-3, -2e-3], [0.0, 0.0], [3e4, 1.0]])
     rounded, scales = quantize_rows(x)

@@ -120,7 +120,12 @@ class FusedLora:
         autocast.
         """
         layer = self.layer
-        off = layer.disable_adapters or layer.merged or layer.active_adapters != [self.name]
+        # peft's other properties say the same after more calls, which eager blocks would notice.
+        off = (
+            layer.disable_adapters
+            or layer.merged_adapters
+            or layer.active_adapter not in (self.name, [self.name])
+        )
         # Autocast computes fp32 layers in bf16. The fused matmul would stay in fp32, and be slow.
         needs_autocast = self.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
         return not (off or needs_autocast)
