@@ -29,6 +29,7 @@ LONG_REHEARSALS = {
     "families_step",
     "gpu_session",
     "gradient_check",
+    "host_time",
     "large_families",
     "lora_quality",
     "managed_training",

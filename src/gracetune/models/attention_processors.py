@@ -16,6 +16,7 @@ They are also the place where ranks that divide a sample's tokens exchange them 
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ from torch.autograd import Function
 from gracetune.adapters.compute.fused_lora import fuse_shared_input
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager, ExitStack
 
     from torch import Tensor, nn
@@ -55,6 +56,12 @@ ATTENTION_MODULES = (
     Flux2ParallelSelfAttention,
     WanAttention,
 )
+
+
+def _with_signature(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Store a function's signature, which diffusers asks for at every call of attention."""
+    call.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
+    return call
 
 
 def use_fused_processors(transformer: nn.Module, undo: ExitStack | None = None) -> int:
@@ -113,6 +120,7 @@ class FusedWanAttnProcessor(FusedProcessor, WanAttnProcessor):  # type: ignore[m
         """Fuse the LoRA layers of query, key and value, which read the same input, if possible."""
         self.shared_qkv = _fuse_lora(attn, IMAGE_PROJECTIONS)
 
+    @_with_signature
     def __call__(
         self,
         attn: Any,
@@ -169,6 +177,7 @@ class FusedFluxAttnProcessor(_TwoStreamProcessor, FluxAttnProcessor):  # type: i
     Attention without RoPE and other cases are left to diffusers' processor.
     """
 
+    @_with_signature
     def __call__(
         self,
         attn: Any,
@@ -218,6 +227,7 @@ class FusedQwenAttnProcessor(_TwoStreamProcessor, QwenDoubleStreamAttnProcessor2
     Attention without RoPE and other cases are left to diffusers' processor.
     """
 
+    @_with_signature
     def __call__(
         self,
         attn: Any,
@@ -280,6 +290,7 @@ class FusedFlux2AttnProcessor(FusedProcessor, Flux2AttnProcessor):  # type: igno
     Its projections have no bias, so that their LoRA layers cannot be fused.
     """
 
+    @_with_signature
     def __call__(
         self,
         attn: Any,
@@ -315,6 +326,7 @@ class FusedFlux2ParallelSelfAttnProcessor(FusedProcessor, Flux2ParallelSelfAttnP
     One projection gives query, key, value and the input of the MLP.
     """
 
+    @_with_signature
     def __call__(
         self,
         attn: Any,

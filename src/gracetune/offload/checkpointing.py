@@ -574,16 +574,16 @@ def attention_contexts(
     attention among all calls of torch's functions.
     """
     outputs: deque[Any] = deque()
-    modes = _SaveOutputs(outputs), _ReuseOutputs(outputs)
+    modes = _FindAttention(_SaveOutputs(outputs)), _FindAttention(_ReuseOutputs(outputs))
     if processors and all(isinstance(one, ObservableAttention) for one in processors):
         return _ModeOfProcessors(processors, modes[0]), _ModeOfProcessors(processors, modes[1])
-    return _FindAttention(modes[0]), _FindAttention(modes[1])
+    return modes
 
 
 class _ModeOfProcessors:
-    """Lets attention processors enter a dispatch mode during attention, while it is entered."""
+    """Lets attention processors enter a mode during attention, while it is entered."""
 
-    def __init__(self, processors: Sequence[ObservableAttention], mode: TorchDispatchMode) -> None:
+    def __init__(self, processors: Sequence[ObservableAttention], mode: _FindAttention) -> None:
         self._processors = processors
         self._mode = mode
 

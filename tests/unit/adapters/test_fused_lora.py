@@ -1,5 +1,6 @@
 """Fused LoRA layers compute the same as peft's, and fp8 layers nearly the same."""
 
+import sys
 from contextlib import ExitStack
 
 import pytest
@@ -134,6 +135,21 @@ def test_fp32_layers_under_autocast_use_pefts_forward():
         assert torch.equal(ours, theirs)
 
 
+def test_weights_in_the_compute_dtype_take_few_calls_of_python_functions():
+    """Steps of small batches are bound by the CPU, and this hook reads all LoRA weights."""
+    model = make()
+    fuse_lora(model)
+    (hook,) = model._forward_pre_hooks.values()
+    calls = []
+    sys.setprofile(lambda _, event, __: calls.append(event) if event == "call" else None)
+    try:
+        hook(model, ())
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 2 * len(NAMES) + 3
+    assert model.inner.forward.__self__.cast_weights is None
+
+
 def test_a_layer_that_is_not_called_gets_no_gradient():
     model = make(torch.bfloat16)
     fuse_lora(model)
@@ -169,6 +185,19 @@ def test_a_disabled_adapter_has_no_effect():
     torch.manual_seed(0)
     plain = Net()
     assert torch.equal(model(x), plain(x))
+
+
+def test_a_merged_or_inactive_adapter_uses_pefts_forward(monkeypatch):
+    model, x = make(), torch.ones(2, 32)
+    fuse_lora(model)
+    fused = [layer.forward.__self__ for layer in (model.inner, model.outer)]
+    assert all(one.is_active(x) for one in fused)
+    for one in fused:  # peft keeps one name, or a list of names
+        monkeypatch.setattr(one.layer, "_active_adapter", [one.name])
+    assert all(one.is_active(x) for one in fused)
+    monkeypatch.setattr(fused[0].layer, "_active_adapter", [fused[0].name, "other"])
+    fused[1].layer.merge()
+    assert not any(one.is_active(x) for one in fused)
 
 
 def test_quantized_rows_use_the_whole_range_and_zero_rows_stay_zero():

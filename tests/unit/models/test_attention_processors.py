@@ -1,5 +1,7 @@
 """Fused attention processors give diffusers' results up to rounding; gradients are contiguous."""
 
+from inspect import signature
+
 import pytest
 import torch
 from diffusers import (
@@ -15,6 +17,7 @@ from torch import nn
 from gracetune.adapters.compute.fused_lora import fuse_lora
 from gracetune.models import attention_processors
 from gracetune.models.attention_processors import (
+    FUSED_PROCESSORS,
     FusedFlux2AttnProcessor,
     FusedFluxAttnProcessor,
     FusedQwenAttnProcessor,
@@ -230,6 +233,16 @@ def test_lora_on_wan_reads_the_shared_input_once():
     assert model.blocks[0].attn1.processor.shared_qkv is not None
     for ours, theirs in zip(outputs_and_grads(), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("original", FUSED_PROCESSORS)
+def test_the_signature_is_found_without_a_search(original):
+    """diffusers asks for it in every call of attention, and the CPU limits small batches."""
+    fused = FUSED_PROCESSORS[original]
+    assert "__signature__" in vars(fused.__call__)
+    assert signature(fused().__call__).parameters.keys() == (
+        signature(original().__call__).parameters.keys()
+    )
 
 
 def test_the_attention_backend_is_kept():

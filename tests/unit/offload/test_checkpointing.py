@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gracetune import __version__
 from gracetune.errors import GracetuneError
+from gracetune.offload import checkpointing
 from gracetune.offload.checkpointing import BlockCompiler, wrap_blocks
 from gracetune.offload.copy_engine import SynchronousCopyEngine
 from gracetune.offload.ring import stream_weights
@@ -145,6 +146,15 @@ class Observable(nn.Module):
         return self.processor(self.processor(x * self.scale).sin())
 
 
+class Transposing(Observable):
+    """A processor that changes the layout before and after attention, as diffusers does."""
+
+    class Processor(Observable.Processor):
+        def __call__(self, x):
+            with self.attention_mode or nullcontext():
+                return attend(x.permute(0, 2, 1, 3).contiguous()).permute(0, 2, 1, 3)
+
+
 class Unobservable(Observable):
     """The same, called as a function of torch and as an operator."""
 
@@ -156,7 +166,24 @@ def attend(x):
     return functional.scaled_dot_product_attention(x, x, x)
 
 
-@pytest.mark.parametrize("cls", [Observable, Unobservable])
+def test_only_attention_is_observed_in_python(monkeypatch):
+    """The CPU limits eager steps of small batches, so Python code at each operator counts."""
+    observed = []
+    for mode in (checkpointing._SaveOutputs, checkpointing._ReuseOutputs):
+
+        def dispatch(self, func, types, args=(), kwargs=None, original=mode.__torch_dispatch__):
+            observed.append(func)
+            return original(self, func, types, args, kwargs)
+
+        monkeypatch.setattr(mode, "__torch_dispatch__", dispatch)
+    block, x = Transposing(), torch.linspace(-1, 1, 128).view(1, 2, 8, 8).sin()
+    wrap_blocks([block], ["recompute"], None)
+    block(x).square().sum().backward()
+    assert observed.count(FLASH_ATTENTION) == 4
+    assert not {torch.ops.aten.permute.default, torch.ops.aten.clone.default} & {*observed}
+
+
+@pytest.mark.parametrize("cls", [Observable, Transposing, Unobservable])
 def test_recomputation_does_not_run_attention_again(cls):
     block, x = cls(), torch.linspace(-1, 1, 128).view(1, 2, 8, 8).sin()
     block(x).square().sum().backward()

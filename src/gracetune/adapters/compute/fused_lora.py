@@ -27,7 +27,7 @@ from gracetune.adapters.compute.operators import Operator
 from gracetune.adapters.compute.quantized_linear import QuantizedLinear, QuantizedLoraMatmul
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from contextlib import ExitStack
 
 
@@ -42,7 +42,11 @@ def fuse_lora(model: nn.Module, undo: ExitStack | None = None) -> int:
     fused = [FusedLora(layer) for layer in layers if _is_fusable(layer)]
     if not fused:
         return 0
-    hook = model.register_forward_pre_hook(lambda *_: _refresh_casts(fused), prepend=True)
+    by_dtype = [
+        (dtype, [one for one in fused if one.dtype == dtype])
+        for dtype in dict.fromkeys(one.dtype for one in fused)
+    ]
+    hook = model.register_forward_pre_hook(lambda *_: _refresh_casts(by_dtype), prepend=True)
     if undo is not None:
         undo.callback(hook.remove)
         for one in fused:
@@ -78,6 +82,10 @@ class FusedLora:
 
     def __init__(self, layer: LoraLinear) -> None:
         (self.name,) = layer.lora_A
+        self.down = layer.lora_A[self.name]
+        """The linear layer with the factor A."""
+        self.up = layer.lora_B[self.name]
+        """The linear layer with the factor B."""
         self.base = layer.get_base_layer()
         self.dtype = _matmul_dtype(self.base)
         """Data type of the matmuls."""
@@ -93,8 +101,7 @@ class FusedLora:
 
         They are read from the layer each time, because `functional_call` may have replaced them.
         """
-        down, up = self.layer.lora_A[self.name], self.layer.lora_B[self.name]
-        return down.weight, up.weight
+        return self.down.weight, self.up.weight
 
     @property
     def scale(self) -> float:
@@ -113,7 +120,12 @@ class FusedLora:
         autocast.
         """
         layer = self.layer
-        off = layer.disable_adapters or layer.merged or layer.active_adapters != [self.name]
+        # peft's other properties say the same after more calls, which eager blocks would notice.
+        off = (
+            layer.disable_adapters
+            or layer.merged_adapters
+            or layer.active_adapter not in (self.name, [self.name])
+        )
         # Autocast computes fp32 layers in bf16. The fused matmul would stay in fp32, and be slow.
         needs_autocast = self.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
         return not (off or needs_autocast)
@@ -189,17 +201,17 @@ class MultiTensorCast(torch.autograd.Function):
         return None, *(copies.get(index) for index in range(len(grads)))
 
 
-def _refresh_casts(fused: Sequence[FusedLora]) -> None:
+def _refresh_casts(by_dtype: Iterable[tuple[torch.dtype, Sequence[FusedLora]]]) -> None:
     """Cast the LoRA weights of all layers to the compute dtype, before each forward pass."""
-    for dtype in {one.dtype for one in fused}:
-        group = [one for one in fused if one.dtype == dtype]
-        weights = [weight for one in group for weight in one.weights]
-        if all(weight.dtype == dtype for weight in weights):
-            for one in group:
+    for dtype, layers in by_dtype:
+        # Not by attribute: a module looks for those in Python code, for hundreds of layers here.
+        weights = [linear._parameters["weight"] for one in layers for linear in (one.down, one.up)]
+        if {weight.dtype for weight in weights} == {dtype}:
+            for one in layers:
                 one.cast_weights = None
             continue
         copies = MultiTensorCast.apply(dtype, *weights)  # type: ignore[no-untyped-call]
-        for one, down, up in zip(group, copies[::2], copies[1::2], strict=True):
+        for one, down, up in zip(layers, copies[::2], copies[1::2], strict=True):
             one.cast_weights = (down, up)
 
 

@@ -2,7 +2,9 @@
 
 `torch.library.custom_op` does that too, but runs more Python code in each call: it compares the
 outputs with the inputs, and prepares a backward that these operators do not have. A block calls a
-dozen of them in each pass, and small batches are bound by the CPU, so each call counts.
+dozen of them in each pass, and small batches are bound by the CPU, so each call counts. For the
+same reason calls skip torch's dispatcher, which takes longer than most kernels run, unless
+something observes them.
 """
 
 from __future__ import annotations
@@ -43,13 +45,14 @@ class Operator(Generic[Arguments, Result]):
         self.name = f"{NAMESPACE}::{name}"
         self.__doc__ = function.__doc__
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        # Compiled graphs call the overload, which calls this attribute.
+        self.overload._op = _undispatched(function, self.overload._op)
         OPERATORS[self.name] = self
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Call the function, through torch's dispatcher only if something observes the call.
 
-        The compiler does, and dispatch modes such as tracing and selective checkpointing do. The
-        dispatcher takes longer than most kernels run.
+        The compiler does, and dispatch modes such as tracing and selective checkpointing do.
         """
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
             result: Result = self.overload(*args, **kwargs)
@@ -59,3 +62,19 @@ class Operator(Generic[Arguments, Result]):
     def register_fake(self, fake: Callable[..., Any]) -> None:
         """Register the function that returns empty outputs, for tracing without data."""
         torch.library.register_fake(self.name, fake, lib=_LIBRARY)
+
+
+def _undispatched(
+    function: Callable[..., Any], dispatched: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function that calls `dispatched` while a dispatch mode is active, else `function`.
+
+    The dispatcher would convert all arguments and results twice, and then call the same function.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._len_torch_dispatch_stack():
+            return dispatched(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
