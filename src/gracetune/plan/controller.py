@@ -276,9 +276,7 @@ class PlanController:
         """
         if self.shrink_ring(reason):
             return True
-        # No later correction: it would plan for the memory that has just proved insufficient, or
-        # blame compute for the time of what overflows to managed memory.
-        self._was_checked = True
+        self.keep_plan()
         while (smaller := self._smaller_plan()) is not None:
             text = f"{reason} Continuing with a smaller plan: {describe(smaller)}; expect "
             self._emit(Notice(text + describe_speed(smaller), level="warning", fallback=True))
@@ -289,6 +287,14 @@ class PlanController:
             if not reason:
                 return True
         return False
+
+    def keep_plan(self) -> None:
+        """Let `check` change nothing, because device memory has run out.
+
+        A correction would plan for the memory that has just proved insufficient, or blame compute
+        for the time of what overflows to managed memory.
+        """
+        self._was_checked = True
 
     def change_to(self, plan: Plan) -> None:
         """Replace the applied plan by another one. Call this between steps."""

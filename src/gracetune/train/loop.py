@@ -31,7 +31,7 @@ from gracetune.train.checkpoint import Snapshot
 from gracetune.train.export import checkpoint_headers
 from gracetune.train.gradient_check import FirstStepCheck
 from gracetune.train.health_checks import SamplesSeen
-from gracetune.train.managed_overflow import device_full
+from gracetune.train.managed_overflow import SAMPLE_ROLES, device_full
 from gracetune.train.requests import PROMPTS, RequestInbox
 from gracetune.train.state import (
     detached_weights,
@@ -508,10 +508,11 @@ def _validate(
     step: int,
     requested: ValidationSetup | None = None,
 ) -> None:
-    """Validate; if the device is out of memory, warn and continue without these samples.
+    """Validate; if the device is out of memory, free some of it and try again.
 
-    A run that streams weights first frees the device buffers that it has added for them, and tries
-    again. `requested` has prompts that came with a request.
+    A run that streams weights frees the device buffers that it has added for them; a run that may
+    overflow moves one more role to managed memory. If that is not enough, training continues
+    without these samples, and a warning says why. `requested` has prompts that came with a request.
     """
     validation = requested or session.validation
     if validation is None:
@@ -525,10 +526,13 @@ def _validate(
     problem = _try_to_validate(session, validation, step, telemetry)
     if problem and controller is not None and controller.shrink_ring(problem):
         problem = _try_to_validate(session, validation, step, telemetry)
+    reason = f"The validation of step {step} has too little memory: {problem}"
+    if problem and session.overflow(reason, step, SAMPLE_ROLES):
+        problem = _try_to_validate(session, validation, step, telemetry)
     if problem:
         text = (
             f"no samples of step {step}: {problem} Training continues. Lower validation.width, "
-            "height or frames, or plan.device_memory."
+            f"height or frames, or plan.device_memory; {session.managed.state()}."
         )
         session.emit(Notice(text, level="warning", fallback=True))
         telemetry.after_validation(SamplesSeen(step, 0, failed=problem))
