@@ -169,6 +169,8 @@ class BlockCompiler:
         """Description of the block that is called."""
         self._cache_counts = (0, 0)
         self._collects_garbage = gc.isenabled()
+        self.reason = ""
+        """Reason for `failure`, in a few words."""
         self.failure = ""
         """The warning that blocks run eagerly, because one could not be compiled or has failed;
         empty as long as none has."""
@@ -288,10 +290,10 @@ class BlockCompiler:
         return True
 
     def _give_up(self, error: Exception, problem: str = "compilation failed") -> None:
+        self.reason = f"{type(error).__name__}: {_short_reason(str(error))}"
         self.failure = (
-            f"{problem}, so blocks run eagerly from now on, which is slower: "
-            f"{type(error).__name__}: {_short_reason(str(error))}. Compilations so far: "
-            f"{self.graphs}. Use fewer buckets, or set plan.compile: never."
+            f"{problem}, so blocks run eagerly from now on, which is slower: {self.reason}. "
+            f"Compilations so far: {self.graphs}. Use fewer buckets, or set plan.compile: never."
         )
         self._emit(Notice(self.failure, level="warning", fallback=True))
 

@@ -40,6 +40,7 @@ from gracetune.plan.planner import (
     lowest_rates,
     measure_rates,
     ranks_on_device,
+    without_failed_compilation,
 )
 from gracetune.plan.planner_input import (
     PlanProblem,
@@ -119,7 +120,8 @@ def plan_sharded_run(
         shapes=inputs.shapes,
         compile_cache=compile_cache_of(device),
     )
-    plan, was_checked = agreed_plan(problem, inputs.saved_plan, ranks, emit)
+    problem, saved = without_failed_compilation(problem, inputs.saved_plan, emit)
+    plan, was_checked = agreed_plan(problem, saved, ranks, emit)
     inputs.timer.end("searching")
     emit(Notice(f"plan: {layout.describe()}; {describe(plan)}"))
     emit(Notice(f"plan: expect {describe_speed(plan)}"))
