@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch.distributed as dist
+from rank_cases import compiler_of
 from sharded_cases import train
 
 from gracetune.offload import checkpointing
@@ -39,7 +40,7 @@ def count_checkpoints(path, name):
         counts["modes"] = [block.activations for block in plan.blocks]
         start(controller, problem, plan, *args, **kwargs)
 
-    apply = partial(apply_checkpointing, backend="aot_eager")
+    apply = partial(apply_checkpointing, backend=compiler_of(path.stem))
     with (
         patch.object(sharded_run, "apply_checkpointing", apply),
         patch.object(sharded_run, "measure_rates", lambda *_: RATES),

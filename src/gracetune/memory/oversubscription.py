@@ -12,8 +12,10 @@ action. It keeps no running count of memory, so an `empty_cache()` elsewhere can
 
 In stage 2, a light reclamation trims what components have registered as `Trimmable`: caches, the
 prefetcher, the weight ring and managed pages. If that did not help, a full reclamation empties
-torch's allocator cache. What was trimmed comes back when there is space for it. Nothing of this
-changes the results of training. Each decision is an event with its effect in bytes.
+torch's allocator cache. What was trimmed comes back when there is space for it. If later only that
+cache has the space, because a larger step or a validation has filled it, it is emptied once more,
+and the next steps fill it with what they need. Nothing of this changes the results of training.
+Each decision is an event with its effect in bytes.
 
 `GcFreeze` is here because a reclamation has to collect Python garbage as well.
 """
@@ -181,8 +183,13 @@ def host_room(policy: StagePolicy, host_available: int) -> int:
     return max(0, host_available - policy.host_reserve_bytes)
 
 
-def advance(policy: StagePolicy, state: StageState, reading: Reading) -> tuple[StageState, Action]:
-    """Return the next state, in which device memory is full or not, and how to reclaim memory."""
+def advance(
+    policy: StagePolicy, state: StageState, reading: Reading, trimmed: int = 0
+) -> tuple[StageState, Action]:
+    """Return the next state, in which device memory is full or not, and how to reclaim memory.
+
+    `trimmed` is the device memory in bytes that was trimmed and waits to be used again.
+    """
     stage = _next_stage(policy, state.stage, reading)
     entered = stage is Stage.OVERSUBSCRIBED and state.stage is Stage.RESIDENT
     following = replace(
@@ -192,7 +199,7 @@ def advance(policy: StagePolicy, state: StageState, reading: Reading) -> tuple[S
         readings_since_light=_increment(state.readings_since_light),
         readings_since_hard=_increment(state.readings_since_hard),
     )
-    action = _choose_action(policy, following, reading, entered=entered)
+    action = _choose_action(policy, following, reading, trimmed, entered=entered)
     if action is Action.LIGHT:
         count = following.light_reclamations + 1
         following = replace(following, light_reclamations=count, readings_since_light=0)
@@ -211,21 +218,32 @@ def _next_stage(policy: StagePolicy, stage: Stage, reading: Reading) -> Stage:
 
 
 def _choose_action(
-    policy: StagePolicy, state: StageState, reading: Reading, *, entered: bool
+    policy: StagePolicy, state: StageState, reading: Reading, trimmed: int, *, entered: bool
 ) -> Action:
-    """Choose how to reclaim memory: not at all unless device memory is full.
+    """Choose how to reclaim memory: not at all unless device memory is full, or keeps it waiting.
 
     First collect garbage (light). If that did not help by the next reading, empty torch's allocator
     cache (hard), provided that its size suffices. Each happens at most once in `interval` readings.
+
+    Between steps the cache also has the memory that every step needs, so that its size does not
+    tell how much of it is in use. Trimmed memory that waits for it has it emptied, therefore, but
+    returns only if the next step leaves enough free. An interval must have passed since the light
+    reclamation: if memory becomes short again, the next one is then due at once.
     """
     threshold = policy.stage2_below(reading.device_total)
+    is_light_due = _is_due(state.readings_since_light, policy.interval)
+    is_hard_due = _is_due(state.readings_since_hard, policy.interval)
+    emptied = replace(
+        reading, device_free=reading.device_free + reading.reserved - reading.allocated
+    )
     if reading.device_free >= threshold:
-        return Action.NONE
-    if _is_due(state.readings_since_light, policy.interval):
+        waits = trimmed > 0 and not may_restore(policy, reading, trimmed)
+        helps = is_light_due and is_hard_due and may_restore(policy, emptied, trimmed)
+        is_resident = state.stage is Stage.RESIDENT
+        return Action.HARD if is_resident and waits and helps else Action.NONE
+    if is_light_due:
         return Action.LIGHT
-    cached = reading.reserved - reading.allocated
-    suffices = reading.device_free + cached >= threshold
-    if not entered and suffices and _is_due(state.readings_since_hard, policy.interval):
+    if not entered and emptied.device_free >= threshold and is_hard_due:
         return Action.HARD
     return Action.NONE
 
@@ -354,7 +372,7 @@ class Stages:
 
         Called between steps; `step` is the number of the last one, for events.
         """
-        state, action = advance(self.policy, self.state, reading)
+        state, action = advance(self.policy, self.state, reading, self._trimmers.device_bytes)
         self._enter(state, reading, step)
         limit = format_bytes(self.policy.stage2_below(reading.device_total))
         short = f"{format_bytes(reading.device_free)} of device memory are free, below {limit}"
@@ -366,8 +384,13 @@ class Stages:
             self._report(action, "light", freed, reading, short, step)
         elif action is Action.HARD:
             freed = {ALLOCATOR_CACHE: self._empty_cache()}
-            short += "; the light reclamation was not enough"
-            self._report(action, "full", freed, reading, short, step)
+            reason = f"{short}; the light reclamation was not enough"
+            if state.stage is Stage.RESIDENT:
+                waiting = format_bytes(self._trimmers.device_bytes)
+                reason = (
+                    f"{waiting} that were trimmed wait for memory that torch's allocator caches"
+                )
+            self._report(action, "full", freed, reading, reason, step)
         elif self._may_restore(reading):
             freed = self._trimmers.restore()
             reason = f"{format_bytes(reading.device_free)} of device memory are free again"

@@ -43,6 +43,7 @@ from torch.utils.checkpoint import (
 from gracetune import __version__
 from gracetune.errors import GracetuneError
 from gracetune.events.types import Notice
+from gracetune.offload.contained_backward import contain_backward
 from gracetune.offload.recompute import checkpoint_block
 from gracetune.units import format_seconds
 
@@ -79,6 +80,8 @@ raised."""
 DEFAULT_MAX_GRAPHS = 64
 """Maximum number of compilations. Each kind of block, checkpoint mode, weight placement (resident
 or streamed) and number of samples (one, or more) needs its own."""
+RUNTIME_FAILURE = "a compiled block failed"
+"""The problem of graphs that were compiled, but fail while they run."""
 RUNS_GRAPHS = ("torch._functorch._aot_autograd", "torch._inductor")
 """Modules of torch that run compiled graphs, forward and backward."""
 COMPILER_SETTINGS = {
@@ -141,12 +144,15 @@ class BlockCompiler:
         dynamic: bool = True,
         dynamic_batch: bool = False,
         expected: int = 0,
+        contains_failures: bool = False,
     ) -> None:
         """Prepare torch's compiler; with `dynamic`, one graph serves sequences of all lengths.
 
         A graph for one length is slightly faster, but each length needs its own. With
         `dynamic_batch`, one graph serves all batches of two or more samples. `expected` is the
-        number of compilations that progress is reported for; 0: unknown.
+        number of compilations that progress is reported for; 0: unknown. With `contains_failures`,
+        a block that fails while it runs does not end the pass: forward continues eagerly, and
+        backward with gradients of zero (`take_contained_failure`).
         """
         self.graphs = 0
         """Number of compilations so far, including those found in the cache on disk."""
@@ -163,6 +169,8 @@ class BlockCompiler:
         """Description of the block that is called."""
         self._cache_counts = (0, 0)
         self._collects_garbage = gc.isenabled()
+        self.reason = ""
+        """Reason for `failure`, in a few words."""
         self.failure = ""
         """The warning that blocks run eagerly, because one could not be compiled or has failed;
         empty as long as none has."""
@@ -170,6 +178,9 @@ class BlockCompiler:
         self._began = 0.0
         self._known_graph_breaks: set[str] = set(counters["graph_break"])
         """Reasons for graph breaks that predate this compiler or were already reported."""
+        self.contains_failures = contains_failures
+        """True if a block that fails while it runs does not end the pass."""
+        self._contained = ""
         self._settings = ExitStack()
         self._settings.enter_context(
             torch._dynamo.config.patch(
@@ -231,29 +242,58 @@ class BlockCompiler:
                 return compiled(*inputs, **named)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                 self._give_up(error)
-                return eager(*args, **kwargs)
+            # Compiled code raises errors of any kind. Others come again in the eager block.
+            except Exception as error:
+                if not self.contains_failures or not _is_repeatable(error):
+                    raise
+                self._give_up(error, RUNTIME_FAILURE)
+            return eager(*args, **kwargs)
 
-        return run
+        if not self.contains_failures:
+            return run
+        contained = contain_backward(run, self._contain)
+
+        def run_contained(*args: Any, **kwargs: Any) -> Any:
+            return eager(*args, **kwargs) if self.failure else contained(*args, **kwargs)
+
+        return run_contained
+
+    def _contain(self, error: Exception) -> bool:
+        """Remember that backward of a block has failed; return False if it must be raised."""
+        if not _is_repeatable(error):
+            return False
+        if not self.failure:
+            self._give_up(error, RUNTIME_FAILURE)
+        self._contained = next(iter(str(error).splitlines()), "") or type(error).__name__
+        return True
+
+    def take_contained_failure(self) -> str:
+        """Return once why backward of a block has failed, so that gradients are not correct.
+
+        Empty if none has.
+        """
+        contained, self._contained = self._contained, ""
+        return contained
 
     def handle_failed_step(self, error: Exception) -> bool:
         """Let blocks run eagerly from now on, if compiled code raised the error of a step.
 
         Returns False if something else raised it, or if the step cannot be repeated.
         """
-        if isinstance(error, (GracetuneError, torch.AcceleratorError)):
-            return False  # after an error of the accelerator, nothing can run on the device
+        if not _is_repeatable(error):
+            return False
         modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
         if not any(module.startswith(RUNS_GRAPHS) for module in modules):
             return False
         if not self.failure:  # else another block of the step could not be compiled
-            self._give_up(error, "a compiled block failed")
+            self._give_up(error, RUNTIME_FAILURE)
         return True
 
     def _give_up(self, error: Exception, problem: str = "compilation failed") -> None:
+        self.reason = f"{type(error).__name__}: {_short_reason(str(error))}"
         self.failure = (
-            f"{problem}, so blocks run eagerly from now on, which is slower: "
-            f"{type(error).__name__}: {_short_reason(str(error))}. Compilations so far: "
-            f"{self.graphs}. Use fewer buckets, or set plan.compile: never."
+            f"{problem}, so blocks run eagerly from now on, which is slower: {self.reason}. "
+            f"Compilations so far: {self.graphs}. Use fewer buckets, or set plan.compile: never."
         )
         self._emit(Notice(self.failure, level="warning", fallback=True))
 
@@ -287,6 +327,14 @@ class BlockCompiler:
                 f"{_short_reason(reason)}."
             )
             self._emit(Notice(text, level="warning", fallback=True))
+
+
+def _is_repeatable(error: Exception) -> bool:
+    """Return False for errors after which eager blocks would fail as well.
+
+    After an error of the accelerator, nothing can run on the device.
+    """
+    return not isinstance(error, (GracetuneError, torch.AcceleratorError, torch.OutOfMemoryError))
 
 
 def start_compiler() -> None:

@@ -30,6 +30,7 @@ from gracetune.errors import CompiledBlockError
 from gracetune.events.types import Notice, WeightsStreamed
 from gracetune.memory.oversubscription import hard_reclamation
 from gracetune.offload.copy_engine import OffloadError
+from gracetune.plan.planner_input import COMPILE_FAILURE
 from gracetune.plan.report import describe, describe_speed
 from gracetune.plan.search import PlanError, predict
 from gracetune.plan.simulate import candidate_of
@@ -223,20 +224,23 @@ class PlanController:
         """Raise `CompiledBlockError` if a compiled block raises an error in the `with` statement.
 
         Blocks run eagerly from then on. `replan_without_compilation` must follow on all ranks
-        before the step is repeated.
+        before the step is repeated. Failures that the compiler contains are raised at the end.
         """
+        compiler = self._applied.compiler
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            compiler = self._applied.compiler
-            if compiler is None or is_lost_rank_error(error):
+            if compiler is None or compiler.contains_failures or is_lost_rank_error(error):
                 raise
             if not compiler.handle_failed_step(error):
                 raise
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise CompiledBlockError(reason) from None
+        contained = "" if compiler is None else compiler.take_contained_failure()
+        if contained:
+            raise CompiledBlockError(contained)
 
     def replan_without_compilation(self) -> bool:
         """Apply the best eager plan, because a block could not be compiled.
@@ -244,8 +248,7 @@ class PlanController:
         Call this between steps, on all ranks together. Returns False if no eager plan fits: then
         the blocks stay as they are.
         """
-        self._report_other_ranks()
-        self._problem = _without_compilation(self._problem)
+        self._problem = self._problem.without_compilation(self._report_other_ranks())
         eager = None
         with suppress(PlanError):
             eager = self._problem_now().solve(self._problem.budget)
@@ -259,14 +262,21 @@ class PlanController:
             raise PlanError(f"the blocks cannot be compiled, and no eager plan fits: {failure}")
         return True
 
-    def _report_other_ranks(self) -> None:
-        """Emit why blocks run eagerly if only other ranks know: the main rank writes the log."""
+    def _report_other_ranks(self) -> str:
+        """Emit why blocks run eagerly if only other ranks know: the main rank writes the log.
+
+        Returns the reason in a few words.
+        """
         compiler = self._applied.compiler
-        failures = self._ranks.gather("" if compiler is None else compiler.failure)
-        failed = [rank for rank, text in enumerate(failures) if text]
-        if self._ranks.is_main and failed and failed[0] > 0:
-            text = f"{self._ranks.name(failed[0])}: {failures[failed[0]]}"
+        own = ("", "") if compiler is None else (compiler.failure, compiler.reason)
+        failures = self._ranks.gather(own)
+        failed = [rank for rank, (text, _) in enumerate(failures) if text]
+        assert failed, "no rank has given up compiling"
+        text, reason = failures[failed[0]]
+        if self._ranks.is_main and failed[0] > 0:
+            text = f"{self._ranks.name(failed[0])}: {text}"
             self._emit(Notice(text, level="warning", fallback=True))
+        return reason
 
     def reduce_memory(self, reason: str) -> bool:
         """Release ring slots or apply a smaller plan, after an out-of-memory error.
@@ -276,9 +286,7 @@ class PlanController:
         """
         if self.shrink_ring(reason):
             return True
-        # No later correction: it would plan for the memory that has just proved insufficient, or
-        # blame compute for the time of what overflows to managed memory.
-        self._was_checked = True
+        self.keep_plan()
         while (smaller := self._smaller_plan()) is not None:
             text = f"{reason} Continuing with a smaller plan: {describe(smaller)}; expect "
             self._emit(Notice(text + describe_speed(smaller), level="warning", fallback=True))
@@ -289,6 +297,14 @@ class PlanController:
             if not reason:
                 return True
         return False
+
+    def keep_plan(self) -> None:
+        """Let `check` change nothing, because device memory has run out.
+
+        A correction would plan for the memory that has just proved insufficient, or blame compute
+        for the time of what overflows to managed memory.
+        """
+        self._was_checked = True
 
     def change_to(self, plan: Plan) -> None:
         """Replace the applied plan by another one. Call this between steps."""
@@ -369,10 +385,11 @@ class PlanController:
 
     def record(self) -> dict[str, object]:
         """Return the plan's decisions for a checkpoint; `PlannerInputs.saved_plan` takes them."""
-        decisions = asdict(candidate_of(self.plan))
-        if self._gave_up_compiling:
-            decisions["compiled"] = False
-        return decisions | {"was_checked": self._was_checked}
+        decisions = asdict(candidate_of(self.plan)) | {"was_checked": self._was_checked}
+        failure = self._problem_now().compile_failure
+        if failure is not None:
+            decisions |= {"compiled": False, COMPILE_FAILURE: asdict(failure)}
+        return decisions
 
     def close(self) -> None:
         """Remove the plan's hooks. Streamed weights stay on the host, so the model cannot run."""
@@ -471,8 +488,9 @@ class PlanController:
         There are no compiled plans in it if compilation has failed. What is in managed memory stays
         there, so plans that have it on the device would not be what runs.
         """
-        problem = self._problem
-        problem = _without_compilation(problem) if self._gave_up_compiling else problem
+        problem, compiler = self._problem, self._applied.compiler
+        if compiler is not None and compiler.failure:
+            problem = problem.without_compilation(compiler.reason)
         kept, choices = self.plan.managed, problem.constraints.managed
         choices = tuple(roles for roles in choices if {*roles} >= {*kept}) or (kept,)
         return replace(problem, constraints=replace(problem.constraints, managed=choices))
@@ -503,10 +521,6 @@ class PlanController:
     def _allow_ring_growth(self, peak_nbytes: int | None) -> None:
         spare = self._problem.spare_nbytes(self.plan, peak_nbytes)
         self._applied.allow_ring_growth(max(0, spare))
-
-
-def _without_compilation(problem: PlanProblem) -> PlanProblem:
-    return replace(problem, constraints=replace(problem.constraints, compile=(False,)))
 
 
 # Calibration

@@ -36,7 +36,9 @@ from gracetune.plan.machines import FITTED_CONSTANTS
 from gracetune.plan.managed import describe_other_access
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.planner_input import (
+    COMPILE_FAILURE,
     BatchShapes,
+    CompileFailure,
     PlanProblem,
     build_cost_model,
     constraints_of,
@@ -177,7 +179,8 @@ def plan_run(
     cache = compile_cache_of(device)
     problem = replace(problem, budget=budget, shapes=inputs.shapes, compile_cache=cache)
     problem = problem.with_device_nbytes(preferred_nbytes)
-    plan, was_checked = agreed_plan(problem, inputs.saved_plan, ranks, emit)
+    problem, saved = without_failed_compilation(problem, inputs.saved_plan, emit)
+    plan, was_checked = agreed_plan(problem, saved, ranks, emit)
     inputs.timer.end("searching")
     _report_plan(run, problem, plan, inputs.layout, emit)
     if run.model.frozen_compute == "fp8":
@@ -292,6 +295,32 @@ def agreed_plan(
     return plan, was_checked
 
 
+def without_failed_compilation(
+    problem: PlanProblem, saved: Mapping[str, Any] | None, emit: Emit
+) -> tuple[PlanProblem, Mapping[str, Any] | None]:
+    """Return the problem without compiled plans if compilation failed before the run was resumed.
+
+    It would fail again, and take its time. Otherwise, with another `plan.compile` or version of
+    torch, it is tried again, and the eager plan of the checkpoint is not used: returns None for it.
+    """
+    if saved is None or COMPILE_FAILURE not in saved:
+        return problem, saved
+    fields = saved[COMPILE_FAILURE]
+    failure = CompileFailure(fields["reason"], tuple(fields["compile"]), fields["torch"])
+    choices = problem.constraints.compile
+    if True not in choices:
+        return replace(problem, compile_failure=failure), saved
+    text = f"compilation failed before the run was resumed ({failure.reason})"
+    if (choices, torch.__version__) != (failure.compile, failure.torch):
+        emit(Notice(f"plan: {text}. It may be tried again now, with other settings"))
+        return problem, None
+    other = "always" if False in choices else "auto"
+    text = f"plan: blocks run eagerly, because {text}. To try again, set plan.compile: {other}, "
+    emit(Notice(f"{text}or use another version of torch", level="warning", fallback=True))
+    problem = replace(problem, compile_failure=failure)
+    return problem.without_compilation(failure.reason), saved
+
+
 def _saved_or_best_plan(
     problem: PlanProblem, saved: Mapping[str, Any] | None, emit: Emit
 ) -> tuple[Plan, bool]:
@@ -315,7 +344,8 @@ def _saved_or_best_plan(
 
 
 def _parse_candidate(saved: Mapping[str, Any]) -> PlanCandidate | None:
-    fields = {key: value for key, value in saved.items() if key != "was_checked"}
+    others = ("was_checked", COMPILE_FAILURE)
+    fields = {key: value for key, value in saved.items() if key not in others}
     try:
         blocks = tuple(BlockPlan(**block) for block in fields.pop("blocks"))
         managed = tuple(fields.pop("managed", ()))

@@ -105,6 +105,24 @@ class BatchShapes:
         return f"{text}, batches of {batches}"
 
 
+COMPILE_FAILURE = "compile_failure"
+"""Key of a `CompileFailure` in a checkpoint's plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileFailure:
+    """A failed compilation, or a compiled block that has failed while it ran.
+
+    A checkpoint has it, so that a resumed run does not try again. The names are keys there.
+    """
+
+    reason: str
+    compile: tuple[bool, ...]
+    """The choices that `plan.compile` left to the planner."""
+    torch: str
+    """The version of torch."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlanProblem:
     """All inputs of the search for a run's plan. It can be solved again with another budget."""
@@ -120,6 +138,15 @@ class PlanProblem:
     """The shapes of the run's batches, which decide how many graphs are compiled."""
     compile_cache: CompileCache = field(default_factory=CompileCache)
     """Knows which graphs were compiled before."""
+    compile_failure: CompileFailure | None = None
+    """Why the run has given up compiling; None: it has not."""
+
+    def without_compilation(self, reason: str) -> PlanProblem:
+        """Return the problem without compiled plans, because a block has failed."""
+        choices = self.constraints.compile
+        failure = self.compile_failure or CompileFailure(reason, choices, torch.__version__)
+        constraints = replace(self.constraints, compile=(False,))
+        return replace(self, constraints=constraints, compile_failure=failure)
 
     def solve(self, budget: PlanBudget) -> Plan:
         """Return the plan that makes the whole run shortest, including compilation."""

@@ -40,6 +40,7 @@ from gracetune.plan.planner import (
     lowest_rates,
     measure_rates,
     ranks_on_device,
+    without_failed_compilation,
 )
 from gracetune.plan.planner_input import (
     PlanProblem,
@@ -119,7 +120,8 @@ def plan_sharded_run(
         shapes=inputs.shapes,
         compile_cache=compile_cache_of(device),
     )
-    plan, was_checked = agreed_plan(problem, inputs.saved_plan, ranks, emit)
+    problem, saved = without_failed_compilation(problem, inputs.saved_plan, emit)
+    plan, was_checked = agreed_plan(problem, saved, ranks, emit)
     inputs.timer.end("searching")
     emit(Notice(f"plan: {layout.describe()}; {describe(plan)}"))
     emit(Notice(f"plan: expect {describe_speed(plan)}"))
@@ -134,7 +136,11 @@ def plan_sharded_run(
     def apply(plan: Plan, _: int) -> AppliedPlan:
         if not run.distributed.cpu_offload:
             stepper.set_host_share(plan.host_state)
-        return apply_checkpointing(family.blocks(), layout_of(plan, problem), emit)
+        # The blocks of ranks that divide a sample wait for each other.
+        contains_failures = layout.context_size == 1
+        return apply_checkpointing(
+            *(family.blocks(), layout_of(plan, problem), emit), contains_failures=contains_failures
+        )
 
     return PlanController(
         problem, plan, apply, meter, latent_shape.numel(), emit, was_checked, ranks

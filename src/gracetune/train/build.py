@@ -69,6 +69,7 @@ from gracetune.train.export import (
 )
 from gracetune.train.gradient_check import build_references, random_block
 from gracetune.train.managed_overflow import (
+    STEP_ROLES,
     ManagedRun,
     NoManagedRun,
     build_managed_run,
@@ -120,6 +121,7 @@ if TYPE_CHECKING:
     from gracetune.distributed.ranks import RankGroup
     from gracetune.events.dispatcher import Emit
     from gracetune.events.run_control import RunControl
+    from gracetune.memory.managed_roles import ManagedRole
     from gracetune.models.family import Family
     from gracetune.offload.copy_engine import CopyEngine
     from gracetune.plan.controller import PlanController
@@ -298,9 +300,19 @@ class Session:
         """
         if self.plan_controller is not None and self.plan_controller.reduce_memory(reason):
             return True
+        return self.overflow(reason, step)
+
+    def overflow(self, reason: str, step: int, roles: Sequence[ManagedRole] = STEP_ROLES) -> bool:
+        """Move the next of these roles to managed memory, after an out-of-memory error.
+
+        `reason` is the error's text. Returns False if none is left, or the run has no managed
+        memory. All ranks call this together.
+        """
         if isinstance(self.managed, NoManagedRun):
             return False  # on every rank, so there is nothing to agree on
-        has_moved = self.managed.overflow(reason, step)
+        if self.plan_controller is not None:
+            self.plan_controller.keep_plan()
+        has_moved = self.managed.overflow(reason, step, roles)
         if self.state.accelerator.device.type == "cuda":
             hard_reclamation(self.state.accelerator.device.index or 0, self.gc_freeze)()
         return any(self.state.ranks.gather(has_moved))  # a rank with space left may have none

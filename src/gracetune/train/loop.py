@@ -31,7 +31,7 @@ from gracetune.train.checkpoint import Snapshot
 from gracetune.train.export import checkpoint_headers
 from gracetune.train.gradient_check import FirstStepCheck
 from gracetune.train.health_checks import SamplesSeen
-from gracetune.train.managed_overflow import device_full
+from gracetune.train.managed_overflow import SAMPLE_ROLES, device_full
 from gracetune.train.requests import PROMPTS, RequestInbox
 from gracetune.train.state import (
     detached_weights,
@@ -223,8 +223,9 @@ def _step(
     rank is out of memory, all ranks change to a plan that needs less memory, or move more to
     managed memory, and repeat the step with the same batches and random numbers. The check takes
     memory that the plan does not contain, so the first repetition is without it. If a compiled
-    block fails on any rank, all repeat the step with an eager plan; ranks that divide the weights
-    cannot repeat a step.
+    block fails on any rank, all repeat the step with an eager plan. Ranks that divide the weights
+    repeat a step only if all have run all passes: not after an out-of-memory error, and not if they
+    divide samples as well.
     """
     state, controller = session.state, session.plan_controller
     expert = turn_at(state, progress).expert
@@ -233,7 +234,7 @@ def _step(
     position, rng = stream.state, torch_rng_state()
     updates = state.stepper.num_steps
     compiled: Callable[[], AbstractContextManager[None]] = nullcontext
-    if controller is not None and state.sharded is None:
+    if controller is not None and (state.sharded is None or state.layout.context_size == 1):
         compiled = controller.recognizing_compiled_blocks
     while True:
         try:
@@ -508,10 +509,11 @@ def _validate(
     step: int,
     requested: ValidationSetup | None = None,
 ) -> None:
-    """Validate; if the device is out of memory, warn and continue without these samples.
+    """Validate; if the device is out of memory, free some of it and try again.
 
-    A run that streams weights first frees the device buffers that it has added for them, and tries
-    again. `requested` has prompts that came with a request.
+    A run that streams weights frees the device buffers that it has added for them; a run that may
+    overflow moves one more role to managed memory. If that is not enough, training continues
+    without these samples, and a warning says why. `requested` has prompts that came with a request.
     """
     validation = requested or session.validation
     if validation is None:
@@ -525,10 +527,13 @@ def _validate(
     problem = _try_to_validate(session, validation, step, telemetry)
     if problem and controller is not None and controller.shrink_ring(problem):
         problem = _try_to_validate(session, validation, step, telemetry)
+    reason = f"The validation of step {step} has too little memory: {problem}"
+    if problem and session.overflow(reason, step, SAMPLE_ROLES):
+        problem = _try_to_validate(session, validation, step, telemetry)
     if problem:
         text = (
             f"no samples of step {step}: {problem} Training continues. Lower validation.width, "
-            "height or frames, or plan.device_memory."
+            f"height or frames, or plan.device_memory; {session.managed.state()}."
         )
         session.emit(Notice(text, level="warning", fallback=True))
         telemetry.after_validation(SamplesSeen(step, 0, failed=problem))

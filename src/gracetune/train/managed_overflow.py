@@ -75,6 +75,10 @@ NO_SPACE_FOR_EMA = "The moving average of the weights does not fit on the device
 EMA_FIX = "set train.ema_decay: 0, or train fewer weights"
 RESUMED = "The run overflowed before it was resumed."
 """Reason why a role is in managed memory: it overflowed before the checkpoint was saved."""
+STEP_ROLES: tuple[ManagedRole, ...] = ("caches", *OVERFLOW_ORDER)
+"""Roles that move if a step has too little device memory, in this order."""
+SAMPLE_ROLES: tuple[ManagedRole, ...] = tuple(role for role in STEP_ROLES if role != "gradients")
+"""Roles that move if a validation has too little: between two steps there are no gradients."""
 MIN_CACHES_NBYTES = 64 * MIB
 """Fewer text embeddings do not overflow: a step would be repeated for nothing."""
 
@@ -152,7 +156,7 @@ def build_managed_run(
             forced=roles,
             reserve_nbytes=session.policy.stage2_below(session.machine.platform.device_bytes),
             excluded=NOT_ON_RANKS if ranks.world_size > 1 else (),
-            resumed=[role for role in ("caches", *OVERFLOW_ORDER) if role in saved],
+            resumed=[role for role in STEP_ROLES if role in saved],
         )
     what = f"{SETTING} ({', '.join(roles)})" if roles else "managed overflow"
     text = f"{what} is not in use, and nothing is moved to managed memory: {reason}"
@@ -189,15 +193,7 @@ def device_full(
     fix: str = "lower train.batch_size or the resolution, or train fewer weights",
 ) -> DeviceFullError:
     """Return the error for a run that has too little memory; it says what would help."""
-    if isinstance(managed, NoManagedRun):
-        advice = managed.reason
-    else:
-        moved = ", ".join(managed.roles) or "nothing"
-        cap = format_bytes(managed.memory.cap_bytes)
-        advice = (
-            f"managed memory has {moved}, and gh200_optimizations.managed_memory limits it to {cap}"
-        )
-    return DeviceFullError(f"{reason.rstrip('.')}. {cause}, and {advice}. Or {fix}.")
+    return DeviceFullError(f"{reason.rstrip('.')}. {cause}, and {managed.state()}. Or {fix}.")
 
 
 def place_model(model: nn.Module, device: torch.device, managed: ManagedRun | NoManagedRun) -> None:
@@ -240,6 +236,10 @@ class NoManagedRun:
     """Bytes of managed memory that may still be used: none."""
     reserve_nbytes: int = 0
     """Bytes of device memory that plans leave to managed pages: none."""
+
+    def state(self) -> str:
+        """Return why nothing overflows, in words."""
+        return self.reason
 
     def place(self) -> None:
         """Move nothing."""
@@ -321,6 +321,14 @@ class ManagedRun:
         """Bytes of managed memory that may be used, with those of roles that are in it."""
         in_use = sum(self.memory.by_role().values())
         return self.memory.free_bytes + self.memory.held_bytes + in_use
+
+    def state(self) -> str:
+        """Return what is in managed memory, and its limit, in words."""
+        moved = ", ".join(self.roles) or "nothing"
+        cap = format_bytes(self.memory.cap_bytes)
+        return (
+            f"managed memory has {moved}, and gh200_optimizations.managed_memory limits it to {cap}"
+        )
 
     def place(self) -> None:
         """Move the roles that the run file names, in a run without a plan, before the first step.
@@ -535,9 +543,7 @@ class ManagedRun:
         text = f"memory: managed memory has {ROLE_NAMES[role]}, {format_bytes(nbytes)} ({reason})"
         self.emit(Notice(text))
 
-    def overflow(
-        self, reason: str, step: int, roles: Sequence[ManagedRole] = ("caches", *OVERFLOW_ORDER)
-    ) -> bool:
+    def overflow(self, reason: str, step: int, roles: Sequence[ManagedRole] = STEP_ROLES) -> bool:
         """Move the next role that is on the device, after an out-of-memory error.
 
         `reason` is the error's text. Returns False if none of `roles` is left, or the cap allows

@@ -87,6 +87,29 @@ def test_nothing_is_reclaimed_between_the_thresholds() -> None:
     assert run([9, 12, 14, 11])[1] == ["light", "none", "none", "none"]
 
 
+def actions_after(
+    readings: list[Reading], trimmed_gib: float, since_light: int = 9, since_hard: int | None = None
+) -> list[str]:
+    """Return the actions of readings in stage 1, some time after a light reclamation."""
+    policy = StagePolicy(interval=10)
+    state = StageState(readings_since_light=since_light, readings_since_hard=since_hard)
+    actions = []
+    for one in readings:
+        state, action = advance(policy, state, one, int(trimmed_gib * GIB))
+        actions.append(str(action))
+    return actions
+
+
+def test_the_cache_is_emptied_for_trimmed_memory_that_waits_for_it() -> None:
+    waiting = reading(20, cached_gib=9)
+    assert actions_after([waiting] * 12, 10) == ["hard", *["none"] * 9, "hard", "none"]
+    assert actions_after([waiting], 0) == ["none"], "nothing waits"
+    assert actions_after([reading(26, cached_gib=9)], 10) == ["none"], "it has space"
+    assert actions_after([reading(20, cached_gib=4)], 10) == ["none"], "it would still have none"
+    assert actions_after([waiting] * 2, 10, since_light=8) == ["none", "hard"], "not too early"
+    assert actions_after([waiting] * 2, 10, since_hard=8) == ["none", "hard"]
+
+
 def test_an_unannounced_empty_cache_is_noticed() -> None:
     state, _ = advance(POLICY, StageState(), reading(5, cached_gib=60))
     assert state.stage is Stage.OVERSUBSCRIBED
@@ -149,6 +172,25 @@ def test_memory_comes_back_only_if_there_is_space_for_it() -> None:
     assert [event.kind for event in events if isinstance(event, MemoryReclaimed)] == [
         *("light", "restored"),
     ]
+
+
+def test_waiting_memory_returns_only_if_a_step_leaves_space_after_the_cache_was_emptied() -> None:
+    for needs_cache in (False, True):
+        events: list[Event] = []
+        stages, texts, _ = stages_with(events)
+        stages.update_and_reclaim(reading(9), 0)
+        for step in range(1, 101):
+            stages.update_and_reclaim(reading(17, cached_gib=30), step)
+        assert texts.restores == 0, "the bytes that it has are not known to be free"
+        stages.update_and_reclaim(reading(17 if needs_cache else 47), 101)
+        assert texts.restores == (not needs_cache)
+        full = events[3]
+        assert isinstance(full, MemoryReclaimed)
+        assert (full.step, full.kind, full.freed) == (100, "full", {ALLOCATOR_CACHE: 7 * GIB})
+        assert full.reason == (
+            "3.0 GiB that were trimmed wait for memory that torch's allocator caches"
+        )
+        assert len(events) == 4 + (not needs_cache)
 
 
 def test_host_memory_is_trimmed_if_it_could_not_take_the_managed_pages() -> None:

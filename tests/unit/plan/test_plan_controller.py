@@ -42,7 +42,7 @@ class FakeRing:
 
 
 class FakeCompiler:
-    graphs, seconds, failure = 3, 40.0, ""
+    graphs, seconds, failure, reason = 3, 40.0, "", "RuntimeError"
 
 
 class FakePlacedModel:
@@ -278,6 +278,8 @@ def test_what_is_in_managed_memory_stays_there(case, change):
     elif change == "smaller":
         assert one.controller.reduce_memory("full.")
     else:
+        one.placed[-1].compiler = FakeCompiler()
+        one.placed[-1].compiler.failure = "it failed"
         assert one.controller.replan_without_compilation()
     assert len(one.placed) == 2
     assert "trained" in one.plan.managed
@@ -337,6 +339,13 @@ def test_a_run_that_cannot_compile_is_planned_again_without_compilation(case):
     assert not one.controller.has_failed_to_compile(), "only once"
     assert one.controller.reduce_memory("full.")
     assert not one.plan.compiled, "no later plan is compiled either"
+    saved = one.controller.record()
+    assert not saved["compiled"]
+    assert saved["compile_failure"] == {
+        "reason": "RuntimeError",
+        "compile": (True,),
+        "torch": torch.__version__,
+    }
 
 
 @pytest.mark.parametrize("gave_up", [False, True])

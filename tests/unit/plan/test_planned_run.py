@@ -256,6 +256,45 @@ def test_a_step_in_which_a_compiled_block_fails_is_repeated_eagerly(
 
 
 @pytest.mark.filterwarnings("default")
+def test_a_resumed_run_does_not_repeat_a_failed_compilation(tiny_run, recorder, monkeypatch):
+    """It would fail again, and lose the time again, unless settings or torch have changed."""
+    tried = []
+
+    def refuse(*_):
+        tried.append(True)
+        raise RuntimeError("no compiler here")
+
+    def texts_after(steps, compile="always"):
+        recorder.events.clear()
+        train = {"max_train_steps": steps, "checkpoint_every": 1}
+        plan = {"device_memory": "1GB", "compile": compile}
+        run_training(tiny_run(adapter={"rank": 4}, train=train, plan=plan), sinks=[recorder])
+        assert [event.step for event in recorder.of(StepDone)][-1] == steps
+        return [notice.text for notice in recorder.of(Notice) if notice.fallback]
+
+    monkeypatch.setattr(apply_module, "BlockCompiler", eager_compiler(refuse))
+    failed, replanned = texts_after(1)
+    assert "no compiler here" in failed
+    assert replanned.startswith("the run is planned again without compilation")
+    attempts = len(tried)
+    assert attempts > 0
+    for steps in (2, 3):
+        (text,) = texts_after(steps)
+        assert text.startswith(
+            "plan: blocks run eagerly, because compilation failed before the run was resumed "
+            "(BackendCompilerFailed: "
+        )
+        assert text.endswith(
+            "To try again, set plan.compile: auto, or use another version of torch"
+        )
+        assert "plan: the plan of the checkpoint is used again" in recorder.texts()
+        assert len(tried) == attempts
+    texts_after(4, "auto")
+    assert any("It may be tried again now" in text for text in recorder.texts())
+    assert "plan: the plan of the checkpoint is used again" not in recorder.texts()
+
+
+@pytest.mark.filterwarnings("default")
 def test_an_error_outside_of_compiled_blocks_ends_the_run(tiny_run, monkeypatch, recorder):
     def broken(*_):
         raise RuntimeError("a mistake of ours")

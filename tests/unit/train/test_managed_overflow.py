@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.console import notice_lines
-from gracetune.events.types import ManagedOverflow, Notice, StepDone
+from gracetune.events.types import ManagedOverflow, Notice, StepDone, Validated
 from gracetune.memory import session
 from gracetune.memory.shim import ShimCounters, ShimError
 from gracetune.memory.stats import Tier
@@ -32,6 +32,7 @@ from gracetune.plan.managed import managed_choices
 from gracetune.plan.search import predict
 from gracetune.plan.simulate import candidate_of
 from gracetune.train import step as stepping
+from gracetune.train import validate
 from gracetune.train.managed_overflow import _placements
 from gracetune.train.run import run_training
 from gracetune.units import MIB, format_bytes
@@ -236,6 +237,89 @@ def test_a_run_that_is_out_of_memory_continues_and_says_so(train, machine, recor
     assert events[0].nbytes > 0
     texts = [event.text for event in recorder.of(Notice) if event.fallback]
     assert sum("Continuing, but slower, with" in text for text in texts) == 3
+
+
+# A validation
+
+VALIDATION = {"every": 2, "sample_steps": 1, "prompts": ["one"], "holdout": 0.25}
+
+
+def full_at_validation(monkeypatch, name, *numbers):
+    """Let some calls of a function of the validation run out of memory."""
+    calls, original = itertools.count(), getattr(validate, name)
+
+    def call(*arguments):
+        if next(calls) in numbers:
+            raise torch.OutOfMemoryError(FULL)
+        return original(*arguments)
+
+    monkeypatch.setattr(validate, name, call)
+
+
+@pytest.mark.parametrize("part", ["generate_samples", "held_out_loss"])
+def test_a_validation_that_is_out_of_memory_overflows_and_is_repeated(
+    train, machine, recorder, monkeypatch, part
+):
+    """Calls: step 0, step 2 and its repetition, step 4."""
+    expected = train(validation=VALIDATION)
+    losses = [event.losses for event in recorder.of(Validated)]
+    full_at_validation(monkeypatch, part, 1)
+    assert_equal(train(UVM, validation=VALIDATION), expected)
+    assert [event.step for event in recorder.of(Validated)] == [0, 2, 4]
+    assert [event.losses for event in recorder.of(Validated)] == losses
+    reason = f"The validation of step 2 has too little memory: {FULL}"
+    (event,) = recorder.of(ManagedOverflow)
+    assert (event.step, event.role, event.reason) == (2, "ema", reason)
+    texts = [event.text for event in recorder.of(Notice) if event.fallback]
+    assert sum(text.startswith(f"{reason} Continuing, but slower, with") for text in texts) == 1
+
+
+def test_a_validation_without_space_is_skipped_and_gradients_do_not_move_for_it(
+    train, machine, recorder, monkeypatch
+):
+    full_at_validation(monkeypatch, "generate_samples", *range(40))
+    validation = VALIDATION | {"every": 1}
+    settings = TRAIN | {"max_train_steps": 5, "checkpoint_every": 5}
+    train(UVM | {"managed_memory": "1GB"}, steps=5, validation=validation, train=settings)
+    assert [event.step for event in recorder.of(StepDone)] == [1, 2, 3, 4, 5]
+    assert recorder.of(Validated) == []
+    moved = [(event.step, event.role) for event in recorder.of(ManagedOverflow)]
+    assert moved == [(0, "ema"), (1, "optimizer"), (2, "trained")], "gradients exist in steps only"
+    skipped = [text for text in recorder.texts() if text.startswith("no samples of step")]
+    assert len(skipped) == 6
+    assert skipped[-1].endswith(
+        f"step 5: {FULL} Training continues. Lower validation.width, height or frames, or "
+        "plan.device_memory; managed memory has ema, optimizer, trained, and "
+        "gh200_optimizations.managed_memory limits it to 953.7 MiB."
+    )
+
+
+def test_without_use_uvm_a_skipped_validation_names_the_setting(
+    train, machine, recorder, monkeypatch
+):
+    full_at_validation(monkeypatch, "generate_samples", 1)
+    train(validation=VALIDATION)
+    assert [event.step for event in recorder.of(Validated)] == [0, 4]
+    (text,) = [text for text in recorder.texts() if text.startswith("no samples of step 2")]
+    assert "gh200_optimizations.use_uvm: true" in text
+    assert not recorder.of(ManagedOverflow)
+
+
+def test_a_plan_is_not_corrected_after_a_validation_overflowed(train, machine, monkeypatch):
+    """A corrected plan could fill the device again."""
+    checked = []
+    monkeypatch.setattr(PlanController, "_correct", lambda *given: checked.append(given) or False)
+    monkeypatch.setattr("gracetune.plan.controller.plan_is_inaccurate", lambda *_: True)
+    monkeypatch.setattr(
+        "gracetune.plan.controller.StepMeasurement.is_known", property(lambda _: True)
+    )
+    settings = TRAIN | {"max_train_steps": 7, "checkpoint_every": 0}
+    validation = VALIDATION | {"every": 7}
+    train(UVM, PLAN, train=settings, validation=validation)
+    assert len(checked) == 1
+    full_at_validation(monkeypatch, "generate_samples", 0)
+    train(UVM, PLAN, train=settings, validation=validation)
+    assert len(checked) == 1
 
 
 def test_without_use_uvm_the_error_names_the_setting(train, machine, recorder, monkeypatch):
