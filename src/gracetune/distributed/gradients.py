@@ -97,7 +97,7 @@ class GradientReducer:
             bucket.store(absent)
         self._buckets = []
 
-    def abandon(self, reason: str, *, in_compiled_block: bool = False) -> None:  # noqa: ARG002
+    def abandon(self, reason: str) -> None:  # noqa: ARG002
         """Take part in the reductions of a step that failed on this rank; drop the results.
 
         Call `zero_grad` first, which frees memory for the buckets.

@@ -338,15 +338,8 @@ class ShardedReducer:
         self.timer.stop()
         self._parameters.collect_gradients()
 
-    def abandon(self, reason: str, *, in_compiled_block: bool = False) -> None:
-        """Drop the gradients of a step that failed on this rank, if it has run all of its passes.
-
-        It has if a compiled block failed. Otherwise the other ranks wait for weights in the middle
-        of a pass, and cannot repeat it: raises an error.
-        """
-        if in_compiled_block:
-            self.finish()
-            return
+    def abandon(self, reason: str) -> None:
+        """Raise: the other ranks wait for weights in the middle of a pass, and cannot repeat it."""
         ranks = self._parameters.layout.ranks
         raise RunFailedError(
             f"{ranks.name(ranks.rank)} ran out of device memory in a step ({reason}). With "

@@ -43,7 +43,6 @@ from torch.utils.checkpoint import (
 from gracetune import __version__
 from gracetune.errors import GracetuneError
 from gracetune.events.types import Notice
-from gracetune.offload.contained_backward import contain_backward
 from gracetune.offload.recompute import checkpoint_block
 from gracetune.units import format_seconds
 
@@ -80,8 +79,6 @@ raised."""
 DEFAULT_MAX_GRAPHS = 64
 """Maximum number of compilations. Each kind of block, checkpoint mode, weight placement (resident
 or streamed) and number of samples (one, or more) needs its own."""
-RUNTIME_FAILURE = "a compiled block failed"
-"""The problem of graphs that were compiled, but fail while they run."""
 RUNS_GRAPHS = ("torch._functorch._aot_autograd", "torch._inductor")
 """Modules of torch that run compiled graphs, forward and backward."""
 COMPILER_SETTINGS = {
@@ -144,15 +141,12 @@ class BlockCompiler:
         dynamic: bool = True,
         dynamic_batch: bool = False,
         expected: int = 0,
-        contains_failures: bool = False,
     ) -> None:
         """Prepare torch's compiler; with `dynamic`, one graph serves sequences of all lengths.
 
         A graph for one length is slightly faster, but each length needs its own. With
         `dynamic_batch`, one graph serves all batches of two or more samples. `expected` is the
-        number of compilations that progress is reported for; 0: unknown. With `contains_failures`,
-        a block that fails while it runs does not end the pass: forward continues eagerly, and
-        backward with gradients of zero (`take_contained_failure`).
+        number of compilations that progress is reported for; 0: unknown.
         """
         self.graphs = 0
         """Number of compilations so far, including those found in the cache on disk."""
@@ -178,9 +172,6 @@ class BlockCompiler:
         self._began = 0.0
         self._known_graph_breaks: set[str] = set(counters["graph_break"])
         """Reasons for graph breaks that predate this compiler or were already reported."""
-        self.contains_failures = contains_failures
-        """True if a block that fails while it runs does not end the pass."""
-        self._contained = ""
         self._settings = ExitStack()
         self._settings.enter_context(
             torch._dynamo.config.patch(
@@ -242,51 +233,22 @@ class BlockCompiler:
                 return compiled(*inputs, **named)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                 self._give_up(error)
-            # Compiled code raises errors of any kind. Others come again in the eager block.
-            except Exception as error:
-                if not self.contains_failures or not _is_repeatable(error):
-                    raise
-                self._give_up(error, RUNTIME_FAILURE)
-            return eager(*args, **kwargs)
+                return eager(*args, **kwargs)
 
-        if not self.contains_failures:
-            return run
-        contained = contain_backward(run, self._contain)
-
-        def run_contained(*args: Any, **kwargs: Any) -> Any:
-            return eager(*args, **kwargs) if self.failure else contained(*args, **kwargs)
-
-        return run_contained
-
-    def _contain(self, error: Exception) -> bool:
-        """Remember that backward of a block has failed; return False if it must be raised."""
-        if not _is_repeatable(error):
-            return False
-        if not self.failure:
-            self._give_up(error, RUNTIME_FAILURE)
-        self._contained = next(iter(str(error).splitlines()), "") or type(error).__name__
-        return True
-
-    def take_contained_failure(self) -> str:
-        """Return once why backward of a block has failed, so that gradients are not correct.
-
-        Empty if none has.
-        """
-        contained, self._contained = self._contained, ""
-        return contained
+        return run
 
     def handle_failed_step(self, error: Exception) -> bool:
         """Let blocks run eagerly from now on, if compiled code raised the error of a step.
 
         Returns False if something else raised it, or if the step cannot be repeated.
         """
-        if not _is_repeatable(error):
-            return False
+        if isinstance(error, (GracetuneError, torch.AcceleratorError)):
+            return False  # after an error of the accelerator, nothing can run on the device
         modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
         if not any(module.startswith(RUNS_GRAPHS) for module in modules):
             return False
         if not self.failure:  # else another block of the step could not be compiled
-            self._give_up(error, RUNTIME_FAILURE)
+            self._give_up(error, "a compiled block failed")
         return True
 
     def _give_up(self, error: Exception, problem: str = "compilation failed") -> None:
@@ -327,14 +289,6 @@ class BlockCompiler:
                 f"{_short_reason(reason)}."
             )
             self._emit(Notice(text, level="warning", fallback=True))
-
-
-def _is_repeatable(error: Exception) -> bool:
-    """Return False for errors after which eager blocks would fail as well.
-
-    After an error of the accelerator, nothing can run on the device.
-    """
-    return not isinstance(error, (GracetuneError, torch.AcceleratorError, torch.OutOfMemoryError))
 
 
 def start_compiler() -> None:

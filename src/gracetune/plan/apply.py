@@ -166,25 +166,17 @@ def apply_plan(
 
 
 def apply_checkpointing(
-    blocks: Sequence[nn.Module],
-    layout: PlanLayout,
-    emit: Emit,
-    backend: str = "inductor",
-    *,
-    contains_failures: bool = True,
+    blocks: Sequence[nn.Module], layout: PlanLayout, emit: Emit, backend: str = "inductor"
 ) -> AppliedPlan:
     """Set what blocks keep for backward, and compile them; their weights stay where they are.
 
     For blocks that `fully_shard` divides among ranks, which moves weights itself. `blocks` are
-    those of all transformers, which use the same layout. `contains_failures` says that a rank may
-    run a compiled block again without the others; see `BlockCompiler`.
+    those of all transformers, which use the same layout.
     """
     plans = [*layout.blocks] * (len(blocks) // len(layout.blocks))
     assert all(p.weights == "resident" and p.activations != "offload" for p in plans), plans
     with ExitStack() as undo:
-        compiler = _wrap(
-            blocks, plans, layout, None, emit, backend, undo, contains_failures=contains_failures
-        )
+        compiler = _wrap(blocks, plans, layout, None, emit, backend, undo)
         return AppliedPlan(None, None, compiler, undo.pop_all())
 
 
@@ -196,8 +188,6 @@ def _wrap(
     emit: Emit,
     backend: str,
     undo: ExitStack,
-    *,
-    contains_failures: bool = False,
 ) -> BlockCompiler | None:
     """Wrap the blocks of all transformers, and return the compiler if they are compiled."""
     compiler = None
@@ -208,7 +198,6 @@ def _wrap(
             dynamic=layout.dynamic,
             dynamic_batch=layout.dynamic_batch,
             expected=layout.num_graphs,
-            contains_failures=contains_failures,
         )
         undo.callback(compiler.close)
     modes = [_checkpoint_mode(plan, layout.compiled) for plan in plans]

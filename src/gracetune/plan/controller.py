@@ -224,23 +224,20 @@ class PlanController:
         """Raise `CompiledBlockError` if a compiled block raises an error in the `with` statement.
 
         Blocks run eagerly from then on. `replan_without_compilation` must follow on all ranks
-        before the step is repeated. Failures that the compiler contains are raised at the end.
+        before the step is repeated.
         """
-        compiler = self._applied.compiler
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if compiler is None or compiler.contains_failures or is_lost_rank_error(error):
+            compiler = self._applied.compiler
+            if compiler is None or is_lost_rank_error(error):
                 raise
             if not compiler.handle_failed_step(error):
                 raise
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise CompiledBlockError(reason) from None
-        contained = "" if compiler is None else compiler.take_contained_failure()
-        if contained:
-            raise CompiledBlockError(contained)
 
     def replan_without_compilation(self) -> bool:
         """Apply the best eager plan, because a block could not be compiled.

@@ -136,11 +136,7 @@ def plan_sharded_run(
     def apply(plan: Plan, _: int) -> AppliedPlan:
         if not run.distributed.cpu_offload:
             stepper.set_host_share(plan.host_state)
-        # The blocks of ranks that divide a sample wait for each other.
-        contains_failures = layout.context_size == 1
-        return apply_checkpointing(
-            *(family.blocks(), layout_of(plan, problem), emit), contains_failures=contains_failures
-        )
+        return apply_checkpointing(family.blocks(), layout_of(plan, problem), emit)
 
     return PlanController(
         problem, plan, apply, meter, latent_shape.numel(), emit, was_checked, ranks

@@ -223,9 +223,8 @@ def _step(
     rank is out of memory, all ranks change to a plan that needs less memory, or move more to
     managed memory, and repeat the step with the same batches and random numbers. The check takes
     memory that the plan does not contain, so the first repetition is without it. If a compiled
-    block fails on any rank, all repeat the step with an eager plan. Ranks that divide the weights
-    repeat a step only if all have run all passes: not after an out-of-memory error, and not if they
-    divide samples as well.
+    block fails on any rank, all repeat the step with an eager plan; ranks that divide the weights
+    cannot repeat a step.
     """
     state, controller = session.state, session.plan_controller
     expert = turn_at(state, progress).expert
@@ -234,7 +233,7 @@ def _step(
     position, rng = stream.state, torch_rng_state()
     updates = state.stepper.num_steps
     compiled: Callable[[], AbstractContextManager[None]] = nullcontext
-    if controller is not None and (state.sharded is None or state.layout.context_size == 1):
+    if controller is not None and state.sharded is None:
         compiled = controller.recognizing_compiled_blocks
     while True:
         try:

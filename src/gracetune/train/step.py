@@ -244,11 +244,12 @@ def train_step(
     recorder.mark("gradients")
     if failure:  # out of the `except` clause, so that the tensors of the failed step are freed
         state.optimizer.zero_grad()
-        state.reducer.abandon(failure, in_compiled_block=has_compiled_block_failed)
+        state.reducer.abandon(failure)
     else:
         state.reducer.finish()
     loss_sum, samples = _sum_over_ranks(state.layout, totals)
-    _raise_if_any_failed(ranks, failure, in_compiled_block=has_compiled_block_failed)
+    if state.sharded is None:  # such ranks end the run if one has failed
+        _raise_if_any_failed(ranks, failure, in_compiled_block=has_compiled_block_failed)
     if check_gradients is not None:
         check_gradients(turn.expert, micro_batches <= state.layout.data_size)
 
