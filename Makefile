@@ -69,6 +69,7 @@ HOST_BIN := $(HOST)/bin
 HOST_SUITE := $(HOST)/simpletuner-4.10.1
 HOST_VERSIONS := 4.6.0 4.6.1 4.7.0 4.7.1 4.8.0 4.9.0 4.9.1 4.9.2 4.9.3 4.10.0
 HOST_MODULES ?=
+HOST_TESTS := $(filter-out %_versions.py,$(wildcard $(CURDIR)/tests/hosts/test_simpletuner_*.py $(CURDIR)/tests/hosts/test_upstream_*.py))
 
 $(HOST)/.installed:
 	$(HOST_PYTHON) -m venv $(HOST)
@@ -92,7 +93,7 @@ $(HOST_SUITE)/.whole: $(HOST)/.installed | $(HOST)/clone
 
 # SimpleTuner leaves its log in the folder that it is imported in: its own.
 test-hosts: $(HOST_SUITE)/.whole  ## gracetune inside a real SimpleTuner, and that one's own tests; HOST_MODULES=a picks some
-	cd $(HOST) && PYTHONPATH=$(CURDIR)/src $(CURDIR)/$(HOST_BIN)/python -m pytest -c $(CURDIR)/pyproject.toml -o filterwarnings=default --ignore $(CURDIR)/tests/hosts/test_simpletuner_versions.py $(CURDIR)/tests/hosts
+	cd $(HOST) && PYTHONPATH=$(CURDIR)/src $(CURDIR)/$(HOST_BIN)/python -m pytest -c $(CURDIR)/pyproject.toml -o filterwarnings=default $(HOST_TESTS)
 	$(HOST_BIN)/python tests/hosts/run_upstream_suite.py $(HOST_SUITE) $(HOST_MODULES)
 
 $(HOST)-versions/%/.installed: $(HOST)/.installed
