@@ -76,7 +76,7 @@ $(HOST)/.installed:
 	$(HOST_BIN)/python -m pip install --quiet torch==2.13.0 torchvision==0.28.0 torchaudio==2.11.0 simpletuner==4.10.1
 	$(HOST_BIN)/python -m pip install --quiet blake3 cramjam cuda-bindings pytest pytest-timeout simplejpeg
 	$(HOST_BIN)/python -m pip install --quiet 'torchao>=0.17,<0.18' aiohttp ldap3
-	# Newer ones lack a name that SimpleTuner 4.10.1 imports.
+	# transformers 5.23 lacks a name that SimpleTuner 4.10.1 imports; 5.8 wants these kernels.
 	$(HOST_BIN)/python -m pip install --quiet transformers==5.8.0 'kernels<0.13'
 	$(HOST_BIN)/python -m pip download --quiet --no-deps --no-binary simpletuner --no-build-isolation --dest $(HOST) simpletuner==4.10.1
 	@touch $@
@@ -115,7 +115,7 @@ $(AITK_ENV)/.installed: $(HOST)/.installed
 	$(HOST_BIN)/python -m venv $(AITK_ENV)
 	$(HOST_BIN)/python -c 'import site; print(*site.getsitepackages())' > $$($(AITK_BIN)/python -c 'import site; print(*site.getsitepackages())')/simpletuner.pth
 	$(AITK_BIN)/python -m pip install --quiet albumentations==1.4.15 albucore==0.0.16 oyaml flatten_json kornia lpips pytorch_fid pytorch-wavelets python-slugify prodigyopt mutagen python-dotenv toml opencv-python-headless
-	$(AITK_BIN)/python -m pip install --quiet --no-deps torchao==0.10.0 controlnet_aux==0.0.10 bitsandbytes peft==0.18.1
+	$(AITK_BIN)/python -m pip install --quiet --no-deps controlnet_aux==0.0.10 bitsandbytes
 	@touch $@
 
 test-ai-toolkit: $(AITK_ENV)/.installed | $(AITK)  ## gracetune inside a real ai-toolkit, on a small Wan 2.2
