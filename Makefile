@@ -69,13 +69,14 @@ HOST_BIN := $(HOST)/bin
 HOST_SUITE := $(HOST)/simpletuner-4.10.1
 HOST_VERSIONS := 4.6.0 4.6.1 4.7.0 4.7.1 4.8.0 4.9.0 4.9.1 4.9.2 4.9.3 4.10.0
 HOST_MODULES ?=
+HOST_TESTS := $(filter-out %_versions.py,$(wildcard $(CURDIR)/tests/hosts/test_simpletuner_*.py $(CURDIR)/tests/hosts/test_upstream_*.py))
 
 $(HOST)/.installed:
 	$(HOST_PYTHON) -m venv $(HOST)
 	$(HOST_BIN)/python -m pip install --quiet torch==2.13.0 torchvision==0.28.0 torchaudio==2.11.0 simpletuner==4.10.1
 	$(HOST_BIN)/python -m pip install --quiet blake3 cramjam cuda-bindings pytest pytest-timeout simplejpeg
 	$(HOST_BIN)/python -m pip install --quiet 'torchao>=0.17,<0.18' aiohttp ldap3
-	# Newer ones lack a name that SimpleTuner 4.10.1 imports.
+	# transformers 5.23 lacks a name that SimpleTuner 4.10.1 imports; 5.8 wants these kernels.
 	$(HOST_BIN)/python -m pip install --quiet transformers==5.8.0 'kernels<0.13'
 	$(HOST_BIN)/python -m pip download --quiet --no-deps --no-binary simpletuner --no-build-isolation --dest $(HOST) simpletuner==4.10.1
 	@touch $@
@@ -92,7 +93,7 @@ $(HOST_SUITE)/.whole: $(HOST)/.installed | $(HOST)/clone
 
 # SimpleTuner leaves its log in the folder that it is imported in: its own.
 test-hosts: $(HOST_SUITE)/.whole  ## gracetune inside a real SimpleTuner, and that one's own tests; HOST_MODULES=a picks some
-	cd $(HOST) && PYTHONPATH=$(CURDIR)/src $(CURDIR)/$(HOST_BIN)/python -m pytest -c $(CURDIR)/pyproject.toml -o filterwarnings=default --ignore $(CURDIR)/tests/hosts/test_simpletuner_versions.py $(CURDIR)/tests/hosts
+	cd $(HOST) && PYTHONPATH=$(CURDIR)/src $(CURDIR)/$(HOST_BIN)/python -m pytest -c $(CURDIR)/pyproject.toml -o filterwarnings=default $(HOST_TESTS)
 	$(HOST_BIN)/python tests/hosts/run_upstream_suite.py $(HOST_SUITE) $(HOST_MODULES)
 
 $(HOST)-versions/%/.installed: $(HOST)/.installed
@@ -114,7 +115,7 @@ $(AITK_ENV)/.installed: $(HOST)/.installed
 	$(HOST_BIN)/python -m venv $(AITK_ENV)
 	$(HOST_BIN)/python -c 'import site; print(*site.getsitepackages())' > $$($(AITK_BIN)/python -c 'import site; print(*site.getsitepackages())')/simpletuner.pth
 	$(AITK_BIN)/python -m pip install --quiet albumentations==1.4.15 albucore==0.0.16 oyaml flatten_json kornia lpips pytorch_fid pytorch-wavelets python-slugify prodigyopt mutagen python-dotenv toml opencv-python-headless
-	$(AITK_BIN)/python -m pip install --quiet --no-deps torchao==0.10.0 controlnet_aux==0.0.10 bitsandbytes peft==0.18.1
+	$(AITK_BIN)/python -m pip install --quiet --no-deps controlnet_aux==0.0.10 bitsandbytes
 	@touch $@
 
 test-ai-toolkit: $(AITK_ENV)/.installed | $(AITK)  ## gracetune inside a real ai-toolkit, on a small Wan 2.2

@@ -263,7 +263,11 @@ def test_ignored_magnitudes_are_not_a_loaded_dora(family, transformers, tmp_path
         ("krea2", "comfyui", "older versions than 0.26 do not know the model"),
         ("flux2", "diffusers", "older versions than 0.11 load a part of it"),
         ("flux2", "comfyui", ""),
+        ("flux", "bare", "older versions than 0.11 load nothing of it"),
+        ("chroma", "bare", "older versions than 0.11 load nothing of it"),
+        ("z_image", "bare", "older versions than 0.9 load nothing of it"),
         ("z_image", "diffusers", ""),
+        ("qwen_image", "bare", ""),
     ],
 )
 def test_check_names_the_comfyui_that_a_file_needs(family, form, remark, transformers, tmp_path):

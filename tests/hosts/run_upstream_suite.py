@@ -195,6 +195,8 @@ def main() -> int:
         return [*words, "with" if hooks else "without"]
 
     found = sorted(path.stem for path in (folder / "tests").glob("test_*.py"))
+    if unknown := sorted({*args.modules} - {*found}):
+        parser.error(f"{folder / 'tests'} has no {', '.join(unknown)}")
     modules = args.modules or found
     store = ResultStore(folder / "results.jsonl", stamp_of_hooks(), args.limit)
     store.read()

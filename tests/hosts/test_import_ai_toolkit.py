@@ -33,6 +33,7 @@ EXAMPLES = CLONE / "config" / "examples"
 INTERFACE = CLONE / "ui" / "src"
 pytestmark = [
     pytest.mark.hosts,
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(not EXAMPLES.is_dir(), reason="AI_TOOLKIT names no clone of ai-toolkit"),
 ]
 NOT_YAML = {"train_lora_omnigen2_24gb.yaml"}

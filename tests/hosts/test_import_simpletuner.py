@@ -199,7 +199,7 @@ def small_sizes(run):
     """Return overrides that make a run fit a miniature."""
     overrides = [
         *("train.max_train_steps=3", "train.batch_size=1", "train.gradient_accumulation_steps=1"),
-        *("validation.sample_steps=1", "logging.tensorboard=false"),
+        *("validation.sample_steps=1", "logging.tensorboard=false", "logging.trackers=[]"),
         *("validation.width=32", "validation.height=32", "optimizer.warmup_steps=0"),
     ]
     prompts = run["validation"].get("prompts", [])
@@ -217,6 +217,8 @@ def small_sizes(run):
         if dataset.get("caption_strategy") in ("parquet", "jsonl"):
             small["caption_strategy"] = "textfile"
         overrides += [f"datasets.{index}.{key}={json.dumps(value)}" for key, value in small.items()]
+    if "context_parallel" in run.get("distributed", {}):
+        overrides.append("distributed.context_parallel=1")  # there is one rank
     if run["model"].get("quantize") == "nf4" and find_spec("bitsandbytes") is None:
         overrides.append("model.quantize=none")
     return overrides
@@ -273,7 +275,8 @@ def remove_refused(path, imported, one, folder):
 
 
 @pytest.mark.parametrize("one", OURS, ids=lambda one: one.name)
-def test_a_published_config_is_explained_and_trains(one, folders, tmp_path, outcomes):
+def test_a_published_config_is_explained_and_trains(one, folders, tmp_path, outcomes, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the run is written to runs/ there
     outcome = "trained"
     path = with_paths_replaced(one, folders, tmp_path)
     imported = import_files([path])

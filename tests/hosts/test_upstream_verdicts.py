@@ -1,11 +1,14 @@
 """The verdicts on runs of a host's tests, and which runs are repeated."""
 
+import sys
+
 import pytest
 from run_upstream_suite import (
     MAX_TRIES,
     TIME_LIMIT_FACTOR,
     ResultStore,
     compare,
+    main,
     report,
     run_missing,
 )
@@ -119,3 +122,15 @@ def test_the_time_limit_follows_the_fastest_run(store):
     store.add(ModuleRun("m", True, FORK, "died (-9)", 1.0))
     store.add(ModuleRun("other", False, FORK, "done", 5000.0))
     assert store.limit_s("m") == TIME_LIMIT_FACTOR * 200
+
+
+def test_a_module_that_the_suite_lacks_is_refused(tmp_path, monkeypatch, capsys):
+    """Its run would fail with and without hooks, which counts as the same result."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").touch()
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["suite", str(tmp_path), "test_a", "test_b"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "has no test_b" in capsys.readouterr().err

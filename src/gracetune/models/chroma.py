@@ -187,6 +187,7 @@ KEY_TABLE = KeyTable(
     row_ratios=FLUX_ROW_RATIOS,
     widths=(3072,),
     comfyui_prefixes=FLUX_PREFIXES,
+    comfyui_bare_version="0.11",
     not_in_comfyui=frozenset(ours for _, ours in GUIDANCE_ROWS),
     pipeline=pipeline_spec("ChromaPipeline", "ChromaTransformer2DModel", _adapter_config),
 )

@@ -258,5 +258,6 @@ KEY_TABLE = KeyTable(
     block_linears=FLUX_BLOCK_LINEARS,
     max_blocks=(("transformer_blocks", 19), ("single_transformer_blocks", 38)),
     comfyui_prefixes=FLUX_PREFIXES,
+    comfyui_bare_version="0.11",
     pipeline=pipeline_spec("FluxPipeline", "FluxTransformer2DModel", _adapter_config),
 )

@@ -234,5 +234,6 @@ KEY_TABLE = KeyTable(
         ("lycoris_", "_", "diffusers"),
         ("", ".", "diffusers"),
     ),
+    comfyui_bare_version="0.9",
     pipeline=pipeline_spec("ZImagePipeline", "ZImageTransformer2DModel", _adapter_config),
 )

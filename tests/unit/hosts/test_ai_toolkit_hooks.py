@@ -504,6 +504,18 @@ def test_module_names_without_a_stage_are_refused_before_training(clone):
     run(process, two_expert_model(), ["lora_transformer_transformer_1_blocks_0_attn1_to_q"])
 
 
+def test_a_torchao_that_peft_refuses_is_named_before_training(clone, monkeypatch):
+    def refuse():
+        raise ImportError("Found an incompatible version of torchao")
+
+    monkeypatch.setattr("peft.import_utils.is_torchao_available", refuse)
+    process = {"type": "sd_trainer", "network": {"type": "lora"}, "gracetune": {}}
+    with pytest.raises(ConfigError, match=r"check_saves is true.*torchao==0\.17\.0"):
+        make_processes(clone, process)
+    make_processes(clone, process | {"gracetune": {"check_saves": False}})
+    make_processes(clone, {"type": "sd_trainer", "gracetune": {}})
+
+
 def test_a_file_that_cannot_be_interpreted_is_reported_as_unchecked(clone, tmp_path, capsys):
     process = saving_process(clone, tmp_path, {"": {"lora_te.weird": torch.ones(2)}})
     process.sd = ONE

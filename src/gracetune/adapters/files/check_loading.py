@@ -539,9 +539,12 @@ def _required_version(adapter: Adapter) -> str:
     table = adapter.table
     if table.comfyui_version:
         return f"older versions than {table.comfyui_version} do not know the model"
-    is_original = adapter.format is not None and get_format(adapter.format).naming == "original"
+    key_format = get_format(adapter.format) if adapter.format is not None else None
+    is_original = key_format is not None and key_format.naming == "original"
     if table.comfyui_names_version and not is_original:
         return f"older versions than {table.comfyui_names_version} load a part of it"
+    if table.comfyui_bare_version and key_format is not None and key_format.name == "bare":
+        return f"older versions than {table.comfyui_bare_version} load nothing of it"
     return ""
 
 

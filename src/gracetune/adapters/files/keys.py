@@ -197,6 +197,8 @@ class KeyTable:
     comfyui_names_version: str = ""
     """First version of ComfyUI that knows diffusers' names of all modules in blocks, if 0.7 knows
     some of them. Older versions load a part of a file with these names."""
+    comfyui_bare_version: str = ""
+    """First version of ComfyUI that knows diffusers' names without a prefix, if 0.7 does not."""
     pipeline: PipelineSpec | None = None
     """Functions that build the family's diffusers pipeline; None if adapters cannot be tested."""
     accepts_any_name: bool = False

@@ -202,7 +202,7 @@ def _import_precision(config: KeyReader) -> None:
     value = config.peek("base_model_precision")
     if value == "no_change" or is_off(value):
         config.not_needed("base_model_precision", "weights are not quantized")
-    elif config.peek("model_type") == "full":
+    elif config.peek("model_type") != "lora":
         config.not_needed("base_model_precision", "a full fine-tune does not quantize weights")
     else:
         name = str(value).lower()
@@ -285,7 +285,7 @@ def _import_ranks(config: KeyReader, family: str) -> None:
             config.not_supported(key, "correct the FSDP setting that is refused")
         found = translate_fsdp([], is_on=False)
     off = "gracetune shards the model's blocks" if found.is_on else "fsdp_enable is off"
-    if found.is_on and config.peek("model_type") != "full":
+    if found.is_on and config.peek("model_type") == "lora":
         off = "distributed.strategy is replicate"
         why = "ranks divide weights only in full training; here each has them, or streams them"
         config.translate("fsdp_enable", STRATEGY, "replicate", why)

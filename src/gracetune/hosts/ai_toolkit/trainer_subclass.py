@@ -53,6 +53,8 @@ def process_class(plugin: AIToolkitPlugin, original: type) -> type:
             self, process_id: int, job: object, config: Mapping[str, object], **options: object
         ) -> None:
             rest, self.gracetune_blocks = plugin.split_config(config)
+            if self.gracetune_blocks.check_saves and "network" in rest:
+                check_peft()
             super().__init__(process_id, job, rest, **options)
             plugin.attach_datasets(self.gracetune_blocks, self.dataset_configs)
             if self.gracetune_blocks.optimizer is not None:
@@ -142,6 +144,19 @@ def batch_tensors(batch: Any, processed: Sequence[object]) -> dict[str, object]:
 
 
 # Saved adapters
+
+
+def check_peft() -> None:
+    """Raise if peft refuses ai-toolkit's torchao, without which no saved adapter can be checked."""
+    from peft.import_utils import is_torchao_available
+
+    try:
+        is_torchao_available()
+    except ImportError as error:
+        raise ConfigError(
+            f"gracetune.check_saves is true, but peft does not work with torchao here: {error}. "
+            "Run `pip install torchao==0.17.0`, or set gracetune.check_saves: false."
+        ) from error
 
 
 def saves_adapters(process: Any) -> bool:

@@ -395,6 +395,14 @@ def test_an_adapter_is_trained_without_fsdp(convert):
     assert verdicts(imported)["fsdp_cpu_offload"][0] == "not needed"
 
 
+def test_without_a_model_type_every_weight_is_trained(convert):
+    """SimpleTuner's default of model_type is full."""
+    imported = convert(model_type=None, base_model_precision="int8-quanto", fsdp_enable=True)
+    assert imported.run["adapter"] is None
+    assert "quantize" not in imported.run["model"]
+    assert imported.run["distributed"]["strategy"] == "fsdp2"
+
+
 def test_fsdp_that_is_off_is_not_needed(convert):
     imported = convert(fsdp_version=2, fsdp_cpu_offload=True, context_parallel_size=1)
     assert "distributed" not in imported.run
