@@ -328,26 +328,32 @@ MIN_DYNAMIC_BATCH = 2
 def _mark_dynamic(
     values: Iterable[Any], min_samples: int = MIN_DYNAMIC_SIZE, *, is_mask: bool = False
 ) -> None:
-    """Let one graph serve inputs of any length: images of any bucket, captions of any length.
-
-    The last dimension of vectors per token, the features, is left out; that of a mask is tokens.
-    torch still fixes a marked dimension that the model's weights determine. The first dimension is
-    dynamic from `min_samples` on.
-    """
+    """Let one graph serve inputs of any length: images of any bucket, captions of any length."""
     for value in values:
         if isinstance(value, Tensor):
-            is_image = value.is_floating_point() and value.dim() >= IMAGE_DIMS
-            has_features = value.is_floating_point() and not is_image and not is_mask
-            least = [min_samples] + [MIN_DYNAMIC_SIZE] * (value.dim() - 1)
-            if is_image:
-                least[-2:] = [MIN_DYNAMIC_EDGE] * 2
-            for dim in range(value.dim() - has_features):
-                if value.shape[dim] >= least[dim]:
-                    torch._dynamo.maybe_mark_dynamic(value, dim)
+            for dim in dynamic_dims(value, min_samples, is_mask=is_mask):
+                torch._dynamo.maybe_mark_dynamic(value, dim)
         elif isinstance(value, (tuple, list)):
             _mark_dynamic(value, min_samples)
         elif isinstance(value, dict):
             _mark_dynamic(value.values(), min_samples)
+
+
+def dynamic_dims(
+    value: Tensor, min_samples: int = MIN_DYNAMIC_SIZE, *, is_mask: bool = False
+) -> list[int]:
+    """Return the dimensions of an input that differ between calls of a compiled graph.
+
+    The last dimension of vectors per token, the features, is left out; that of a mask is tokens.
+    torch still fixes a dimension that the model's weights determine. The first dimension is dynamic
+    from `min_samples` on.
+    """
+    is_image = value.is_floating_point() and value.dim() >= IMAGE_DIMS
+    has_features = value.is_floating_point() and not is_image and not is_mask
+    least = [min_samples] + [MIN_DYNAMIC_SIZE] * (value.dim() - 1)
+    if is_image:
+        least[-2:] = [MIN_DYNAMIC_EDGE] * 2
+    return [dim for dim in range(value.dim() - has_features) if value.shape[dim] >= least[dim]]
 
 
 class _UniformInputs:

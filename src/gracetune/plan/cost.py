@@ -234,10 +234,13 @@ class CostModel:
         """The number of blocks of the model."""
         return len(self._shapes.order)
 
-    @property
-    def block_kinds(self) -> tuple[int, ...]:
-        """The kind of each block, in forward order. Blocks of one kind are equal."""
-        return tuple(self._shapes.order)
+    def graphs(self, *, dynamic: bool) -> tuple[int, ...]:
+        """Return a number for each block, in forward order: of those that share a compiled graph.
+
+        `dynamic` says that graphs accept several shapes.
+        """
+        shapes = self._shapes
+        return (shapes.dynamic_graphs if dynamic else shapes.graphs) or shapes.order
 
     @property
     def trained_nbytes(self) -> int:

@@ -228,7 +228,8 @@ class PlanProblem:
         sizes: tuple[object, ...] = (shapes.dynamic, shapes.several_batches, shapes.batches == {1})
         if not shapes.dynamic:
             sizes += plan.batch, self.model.at(plan.batch).blocks[0].input_nbytes
-        block = self.model.at(plan.batch).blocks[self.model.block_kinds.index(kind)]
+        place = self.model.graphs(dynamic=shapes.dynamic).index(kind)
+        block = self.model.at(plan.batch).blocks[place]
         nbytes = block.frozen_nbytes, block.trained_nbytes
         return self.model.name, self.model.frozen_compute, nbytes, mode, weights, sizes
 
@@ -240,7 +241,7 @@ class PlanProblem:
         """Return the kinds of blocks in a compiled plan, each with its mode and placement."""
         if not plan.compiled:
             return set()
-        kinds = zip(self.model.block_kinds, plan.blocks, strict=True)
+        kinds = zip(self.model.graphs(dynamic=self.shapes.dynamic), plan.blocks, strict=True)
         # An offloaded block is compiled like a lean one.
         return {
             (kind, block.activations.replace("offload", "lean"), block.weights)

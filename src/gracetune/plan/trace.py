@@ -14,7 +14,7 @@ import gc
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import _lru_cache_wrapper, partial
-from inspect import isfunction
+from inspect import isfunction, unwrap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ from gracetune.adapters.compute.fp8_linear import BASE_LAYER, Fp8Linear, convert
 from gracetune.adapters.compute.outlier_subspace import num_dimensions
 from gracetune.adapters.compute.quantized_linear import QuantizedLinear
 from gracetune.errors import ModelError
+from gracetune.offload.checkpointing import MASK, TOKEN_DIMS, dynamic_dims
 from gracetune.plan.compiled_block_trace import joint_graph, partition
 from gracetune.plan.kernel_recorder import (
     CudaKernels,
@@ -147,6 +148,7 @@ def _trace_model(target: TraceTarget, batch: int, may_compile: bool) -> ModelTra
                 with _without_pre_hooks(block):
                     kinds.append(_trace_block(block, fakes, call, may_compile))
             order.append(groups[key])
+        graphs, dynamic_graphs = _graphs(target, calls)
         outside, batch_nbytes = _trace_outside(target, fakes, calls, batch)
     _forget_fakes(target.model)
     inside = {id(p) for block in target.blocks for p in block.parameters()}
@@ -161,7 +163,78 @@ def _trace_model(target: TraceTarget, batch: int, may_compile: bool) -> ModelTra
         outside_frozen_nbytes=_nbytes(buffers) + _nbytes(t for t in rest if not t.requires_grad),
         outside_trained_nbytes=_nbytes(t for t in rest if t.requires_grad),
         batch_nbytes=batch_nbytes,
+        graphs=graphs,
+        dynamic_graphs=dynamic_graphs,
     )
+
+
+def _graphs(
+    target: TraceTarget, calls: Sequence[TracedCall]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return a number for each block: of those that share a compiled graph.
+
+    The second numbers are those of graphs that accept inputs of any length.
+    """
+    inside = {id(p) for block in target.blocks for p in block.parameters()}
+    has_gradient = any(p.requires_grad for p in target.model.parameters() if id(p) not in inside)
+    fixed: dict[object, int] = {}
+    dynamic: dict[object, int] = {}
+    found = []
+    for block, call in zip(target.blocks, calls, strict=True):
+        is_trained = any(p.requires_grad for p in block.parameters())
+        modules = block_signature(block, []), _constants(block), repr(call.spec)
+        inputs = _input_signature(call, is_trained=is_trained, has_gradient=has_gradient)
+        keys = [(modules, tuple(one)) for one in inputs]
+        found.append(
+            [
+                numbers.setdefault(key, len(numbers))
+                for key, numbers in zip(keys, (fixed, dynamic), strict=True)
+            ]
+        )
+        has_gradient |= is_trained
+    first, second = zip(*found, strict=True)
+    return first, second
+
+
+def _input_signature(
+    call: TracedCall, *, is_trained: bool, has_gradient: bool
+) -> tuple[list[object], list[object]]:
+    """Return what a compiled graph depends on in a block's inputs; the second: without lengths.
+
+    `has_gradient` says that something before the block is trained, so that its hidden states need a
+    gradient. Those of a block with trained weights always get one (`BlockCompiler`), but not the
+    images of a U-Net.
+    """
+    args, kwargs = tree_unflatten(call.leaves, call.spec)
+    free = {
+        id(tensor): dynamic_dims(tensor, is_mask=MASK in name)
+        for name, value in [("", args), *kwargs.items()]
+        for tensor in tensors_of(value)
+    }
+    fixed: list[object] = []
+    dynamic: list[object] = []
+    for place, leaf in enumerate(call.leaves):
+        if not isinstance(leaf, Tensor):
+            fixed.append(repr(leaf))
+            dynamic.append(repr(leaf))
+            continue
+        gets_gradient = has_gradient or (is_trained and leaf.dim() == TOKEN_DIMS)
+        rest = leaf.dtype, place in call.hidden and gets_gradient
+        fixed.append((tuple(leaf.shape), rest))
+        shape = [None if dim in free[id(leaf)] else n for dim, n in enumerate(leaf.shape)]
+        dynamic.append((tuple(shape), rest))
+    return fixed, dynamic
+
+
+def _constants(block: nn.Module) -> tuple[object, ...]:
+    """Return the numbers and words that forward reads from modules: the compiler fixes them."""
+    found: list[object] = []
+    for name, module in block.named_modules():
+        read = unwrap(type(module).forward).__code__.co_names
+        for attribute, value in vars(module).items():
+            if attribute in read and isinstance(value, bool | int | float | str):
+                found.append((name, attribute, type(value), value))
+    return tuple(found)
 
 
 @contextmanager

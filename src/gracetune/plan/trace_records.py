@@ -220,6 +220,11 @@ class ModelTraces:
     outside_trained_nbytes: int
     batch_nbytes: int
     """Bytes of a batch: latents, text, timesteps."""
+    graphs: tuple[int, ...] = ()
+    """For each block, the number of the graph that it is compiled to in a run with one shape; empty
+    if each kind has its own."""
+    dynamic_graphs: tuple[int, ...] = ()
+    """The same in a run with several shapes, in which blocks of other lengths share a graph."""
 
     @property
     def blocks(self) -> tuple[BlockTraces, ...]:

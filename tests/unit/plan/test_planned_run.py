@@ -7,9 +7,11 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from fakes.family_sessions import FAMILIES, family_run
 from fakes.miniatures import MINIATURES
 from functorch.compile import make_boxed_func
 from peft.tuners.lora import Linear as LoraLinear
+from PIL import Image
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException
 
@@ -292,6 +294,47 @@ def test_a_resumed_run_does_not_repeat_a_failed_compilation(tiny_run, recorder, 
     texts_after(4, "auto")
     assert any("It may be tried again now" in text for text in recorder.texts())
     assert "plan: the plan of the checkpoint is used again" not in recorder.texts()
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("family", "sizes", "graphs"),
+    [
+        ("z_image", 3, 2),
+        ("sdxl", 1, 10),
+        pytest.param("z_image", 1, 3, marks=pytest.mark.slow),
+        pytest.param("sdxl", 3, 5, marks=pytest.mark.slow),
+        pytest.param("sd15", 1, 14, marks=pytest.mark.slow),
+        pytest.param("sd15", 3, 5, marks=pytest.mark.slow),
+        pytest.param("flux", 3, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_compiles_as_many_graphs_as_planned(
+    tmp_path, recorder, monkeypatch, family, sizes, graphs
+):
+    """With one size of images, blocks of other lengths need graphs of their own."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for number in range(2 * sizes):
+        size = [(128, 128), (192, 128), (128, 192)][number // 2]
+        Image.new("RGB", size, (40 * number, 90, 160)).save(data / f"{number}.png")
+        (data / f"{number}.txt").write_text("a red ring")
+    run = family_run(
+        tmp_path,
+        FAMILIES[family],
+        datasets=[{"instance_data_dir": str(data), "resolution": 128, "max_aspect": 2.0}],
+        train={"max_train_steps": sizes, "batch_size": 2},
+        plan={"device_memory": "100GB", "compile": "always"},
+    )
+    monkeypatch.setattr(apply_module, "BlockCompiler", eager_compiler("eager"))
+    torch._dynamo.reset()
+    run_training(run, sinks=[recorder])
+    torch._dynamo.reset()
+    (planned,) = [text for text in recorder.texts() if text.startswith("shapes: ")]
+    assert f"; {graphs} graphs to compile" in planned
+    compiled = [text for text in recorder.texts() if text.startswith("compile: graph ")]
+    assert len(compiled) == graphs
+    assert not [event.text for event in recorder.of(Notice) if "run eagerly" in event.text]
 
 
 @pytest.mark.filterwarnings("default")
