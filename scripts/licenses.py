@@ -44,6 +44,8 @@ KNOWN = {
 }
 """Licences, as their projects publish them, of packages that are of no use without a GPU, and so
 are not installed where the list is written."""
+CUDA_LIBRARIES = r"cuda-toolkit$|nvidia-(?!ml-py$)"
+"""Packages that only CUDA builds of torch need. The page names them together."""
 NOT_HERE = "not installed here"
 
 
@@ -148,7 +150,7 @@ def _follow(
 ) -> None:
     name = re.sub(r"[-_.]+", "-", requirement.name).lower()
     wanted = ",".join(sorted(requirement.extras))
-    if name == "gracetune" or (name, wanted) in seen:
+    if name == "gracetune" or re.match(CUDA_LIBRARIES, name) or (name, wanted) in seen:
         return
     seen.add((name, wanted))
     if name in found:

@@ -159,7 +159,7 @@ class CacheIndex:
         self._layouts: dict[str, tuple[TensorSlice, ...]] = {}
         try:
             self._db = sqlite3.connect(
-                path, BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+                path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
         except sqlite3.DatabaseError as error:
             raise _cache_error(path, error) from error

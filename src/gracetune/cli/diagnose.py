@@ -152,7 +152,7 @@ def diagnose(args: argparse.Namespace, tools: Tools) -> int:
     torch = tools.find_torch()
     machine = tools.open_machine(args.device)
     findings = [
-        *_host_findings(torch, machine),
+        *_host_findings(torch, machine, allow_cpu=args.allow_cpu),
         *_device_findings(torch, machine, args, tools),
         check_libraries(),  # last: checklists for the forks know the numbers of the others
     ]
@@ -192,7 +192,9 @@ def find_torch() -> TorchInfo:
     return TorchInfo(torch.__version__, cuda, "torch counts no devices")
 
 
-def _host_findings(torch: TorchInfo, machine: Machine) -> Iterator[MachineFinding]:
+def _host_findings(
+    torch: TorchInfo, machine: Machine, *, allow_cpu: bool
+) -> Iterator[MachineFinding]:
     release = re.match(r"[\d.]*", python_platform.release())
     kernel = read_kernel(
         Path("/proc"), Path("/sys"), release[0] if release else "", python_platform.machine()
@@ -200,7 +202,7 @@ def _host_findings(torch: TorchInfo, machine: Machine) -> Iterator[MachineFindin
     versions = {"Python": python_platform.python_version()}
     yield check_versions({**versions, **{name: _version(name) for name in _PACKAGES}}, kernel)
     yield _environment()
-    yield check_torch_build(*torch)
+    yield check_torch_build(*torch, allow_cpu=allow_cpu and machine.driver is None)
     platform = machine.platform
     yield check_platform(platform)
     free = 0 if machine.driver is None else machine.driver.memory_info(platform.device)[0]

@@ -72,8 +72,8 @@ def _check_mask(section: DatasetSection, index: int) -> None:
         )
     changed = {
         key: value
-        for key, value in section.model_dump(include=MASK_SETTINGS).items()
-        if value != DatasetSection.model_fields[key].default
+        for key, value in section
+        if key in MASK_SETTINGS and value != DatasetSection.model_fields[key].default
     }
     for key, value in changed.items():
         if folder is None:

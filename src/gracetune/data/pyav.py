@@ -36,8 +36,9 @@ def opened(data: bytes, what: Literal["video", "audio"]) -> Iterator[InputContai
     if not data:
         raise UnreadableSampleError("the file is empty")
     try:
-        # metadata in another text encoding must not make a sample unreadable
-        with av.open(io.BytesIO(data), "r", metadata_errors="replace") as container:
+        # Before 19, metadata in another text encoding makes a file unreadable without this setting.
+        settings = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+        with av.open(io.BytesIO(data), "r", **settings) as container:
             yield container
     except UnreadableSampleError:
         raise

@@ -156,8 +156,9 @@ class CudaDriver:
         try:
             code = int(bindings.cuInit(0)[0])
         except RuntimeError as error:
+            reason = str(error).rstrip(".")
             raise NoDriverError(
-                f"no NVIDIA driver was found: {error}. Install one, or run without a GPU."
+                f"no NVIDIA driver was found: {reason}. Install one, or run without a GPU."
             ) from error
         if code:
             raise NoDriverError(

@@ -226,9 +226,17 @@ def check_environment(
 
 
 def check_torch_build(
-    version: str | None, cuda: str | None, problem: str, device: str = ""
+    version: str | None,
+    cuda: str | None,
+    problem: str,
+    device: str = "",
+    *,
+    allow_cpu: bool = False,
 ) -> MachineFinding:
-    """Check that torch sees a GPU; `problem` is the error message if it does not."""
+    """Check that torch sees a GPU; `problem` is the error message if it does not.
+
+    With `allow_cpu`, that is a warning: pip installs a CUDA build on machines without a GPU too.
+    """
     name = "torch and CUDA"
     if version is None:
         advice = "Run `pip install 'torch>=2.11'`."
@@ -241,12 +249,11 @@ def check_torch_build(
             cuda=None,
         )
     if problem:
-        return fail(
-            name,
-            f"torch {version} (CUDA {cuda}) finds no device: {problem}",
-            "Check `nvidia-smi`, the driver's version and CUDA_VISIBLE_DEVICES.",
-            cuda=cuda,
-        )
+        text = f"torch {version} (CUDA {cuda}) finds no device: {problem}"
+        advice = "Check `nvidia-smi`, the driver's version and CUDA_VISIBLE_DEVICES."
+        if allow_cpu:
+            advice += " On a machine without a GPU this is fine."
+        return (warn if allow_cpu else fail)(name, text, advice, cuda=cuda)
     text = f"torch {version} with CUDA {cuda} sees {device or 'a device'}"
     return ok(name, text, cuda=cuda, device=device)
 

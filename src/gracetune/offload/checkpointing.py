@@ -473,6 +473,8 @@ def _eager_forward(
         """
         if mode == "lean":
             first, recompute = _checkpoint_contexts(mode)()
+            # torch 2.15 asks for a choice; the hooks in scope are those of `checkpoint_block`.
+            first.respect_saved_tensors_hooks = False
         else:
             processors = [layer.processor for layer in attention_layers]
             first, recompute = attention_contexts(processors)

@@ -289,7 +289,7 @@ def test_the_path_of_a_webhook_is_a_secret(tmp_path):
 
 
 def test_settings_that_are_nested_too_deeply_are_not_shown(tmp_path):
-    (tmp_path / "run.json").write_text("[" * 900 + "]" * 900)
+    (tmp_path / "run.json").write_text("[" * 1000 + "]" * 1000)
     assert read_settings(tmp_path) is None
 
 

@@ -399,15 +399,19 @@ class TestWholeDiagnosis:
     def test_a_gpu_that_is_invisible_to_torch_skips_the_device_checks(self, tmp_path: Path) -> None:
         tools = simulated_tools(simulated_machine(Link.MANAGED))
         tools = tools._replace(find_torch=lambda: TorchInfo("2.13.0", "13.0", "driver too old"))
-        code, checks = self.diagnose(tmp_path, tools)
+        code, checks = self.diagnose(tmp_path, tools, "--allow-cpu")
         assert code == 1
         assert {checks[name]["status"] for name in DEVICE_CHECKS} == {"SKIP"}
 
+    @pytest.mark.parametrize("found", [("2.13.0", None, ""), ("2.13.0", "13.0", "no driver")])
     def test_a_machine_without_a_gpu_fails_unless_allow_cpu_is_given(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        found: tuple[str, str | None, str],
     ) -> None:
         tools = simulated_tools(simulated_machine(Link.NONE))
-        tools = tools._replace(find_torch=lambda: TorchInfo("2.13.0", None, ""))
+        tools = tools._replace(find_torch=lambda: TorchInfo(*found))
         assert self.diagnose(tmp_path, tools)[0] == 1
         assert "--allow-cpu" in capsys.readouterr().out
         assert self.diagnose(tmp_path, tools, "--allow-cpu")[0] == 0
