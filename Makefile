@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test coverage test-slow test-documents test-distributed test-browser test-gpu test-hosts test-host-versions test-ai-toolkit test-comfyui test-import test-trackers check format lint types bench docs wheels release test-install clean
+.PHONY: help venv demo test coverage test-slow test-newest test-oldest test-documents test-distributed test-browser test-gpu test-hosts test-host-versions test-ai-toolkit test-comfyui test-import test-trackers check format lint types bench docs wheels release test-install clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,29 @@ test-slow: venv  ## the tests that take minutes
 
 test-documents: venv  ## run the commands of README and docs, on miniatures
 	$(BIN)/python -m pytest -m slow tests/e2e/test_document_commands.py
+
+# uv installs the oldest versions that pyproject.toml allows, which pip cannot. The tools of the tests
+# are the newest ones, of which old packages may use something deprecated. Each target needs 8 GB,
+# because torch brings CUDA. Golden runs start from the random weights that diffusers and transformers
+# make, which differ in old versions.
+NEWEST_PYTHON ?= python3.13
+OLDEST_PYTHON ?= python3.12
+NEWEST := .hosts/newest
+OLDEST := .hosts/oldest
+EXTRAS := $(shell sed -nE 's/.*"gracetune\[(.*)\]".*/\1/p' pyproject.toml)
+
+test-newest:  ## the tests with the newest versions of all packages, as pip installs them today
+	$(NEWEST_PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(NEWEST)/bin/uv pip install --quiet --python $(NEWEST) --upgrade --editable '.[dev]'
+	PYTHONPATH=src $(NEWEST)/bin/python -m pytest $(PARALLEL)
+
+test-oldest:  ## the tests with the oldest versions that pyproject.toml allows
+	$(OLDEST_PYTHON) -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct --editable '.[$(EXTRAS),optimizers]'
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --editable '.[dev]'
+	PYTHONPATH=src $(OLDEST)/bin/python -m pytest -o filterwarnings=default --ignore tests/golden/test_golden.py $(PARALLEL)
 
 # Half an hour. The test with two network namespaces needs root.
 test-distributed: venv  ## kill ranks at random moments, and separate machines
