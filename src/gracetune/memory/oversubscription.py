@@ -476,13 +476,16 @@ class GcFreeze:
     frozen.
     """
 
+    FROZEN_BY_PYTHON = 1000
+    """Python 3.12 freezes about 400 objects itself. Other code freezes far more than this."""
+
     def __init__(self) -> None:
         self._is_frozen = False
         """True if `freeze` has frozen objects and `unfreeze` was not called since."""
 
     def freeze(self) -> None:
         """Collect garbage, then exclude all existing objects from later collections."""
-        if gc.get_freeze_count() and not self._is_frozen:
+        if gc.get_freeze_count() > self.FROZEN_BY_PYTHON and not self._is_frozen:
             return
         self.collect()
         gc.freeze()
