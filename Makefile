@@ -48,7 +48,7 @@ test-documents: venv  ## run the commands of README and docs, on miniatures
 # uv installs the oldest versions that pyproject.toml allows, which pip cannot. The tools of the tests
 # are the newest ones, of which old packages may use something deprecated. Each target needs 8 GB,
 # because torch brings CUDA. Golden runs start from the random weights that diffusers and transformers
-# make, which differ in old versions.
+# make, which differ in old versions. transformers before 5.13 needs torchvision for image processors.
 NEWEST_PYTHON ?= python3.13
 OLDEST_PYTHON ?= python3.12
 NEWEST := .hosts/newest
@@ -64,7 +64,7 @@ test-newest:  ## the tests with the newest versions of all packages, as pip inst
 test-oldest:  ## the tests with the oldest versions that pyproject.toml allows
 	$(OLDEST_PYTHON) -m venv --clear $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
-	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct --editable '.[$(EXTRAS),optimizers]'
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct --editable '.[$(EXTRAS),optimizers]' 'torchvision>=0.26'
 	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --editable '.[dev]'
 	PYTHONPATH=src $(OLDEST)/bin/python -m pytest -o filterwarnings=default --ignore tests/golden/test_golden.py $(PARALLEL)
 

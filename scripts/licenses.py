@@ -35,6 +35,7 @@ REVIEWED = {
     "cupti-python": "NVIDIA's licence; optional (cupti)",
     "av": "BSD; its wheels contain FFmpeg with x264 and x265, which are GPL: gracetune does not "
     "ship them, and whoever redistributes an environment with them must follow the GPL",
+    "pillow-heif": "BSD; its wheels contain libheif with x265, which is GPL: as for av",
 }
 """Packages whose licence is not purely permissive, or whose wheels contain others, and why that is
 acceptable for a package that only depends on them."""
