@@ -582,16 +582,20 @@ def test_a_loop_in_a_process_of_its_own_sends_its_figures(ending, monkeypatch):
             time.sleep(60)
 
     monkeypatch.setattr(tuned_loop, "run_loop", run_loop)
-    monkeypatch.setattr(tuned_loop, "KILLED_AFTER_S", 0.2 if ending == "too late" else 60)
+    now = 0.0
+    monkeypatch.setattr(tuned_loop, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(tuned_loop, "KILLED_AFTER_S", 60)
     model = tuned_loop.MODELS["flux"]
-    first, *rest = tuned_loop.run_loop_in_process(model, model.loops[96][0], 96, 0.0)
-    assert first == {"batch_4": {"images_s": 1.0}}
+    lines = tuned_loop.run_loop_in_process(model, model.loops[96][0], 96, 0.0)
+    assert next(lines) == {"batch_4": {"images_s": 1.0}}
+    if ending == "too late":
+        now = 61.0
     assert (
-        rest
+        list(lines)
         == {
             "done": [],
             "failed": [{"failed": "ended with exit code 3"}],
-            "too late": [{"failed": "stopped after 0 s"}],
+            "too late": [{"failed": "stopped after 60 s"}],
         }[ending]
     )
 

@@ -437,7 +437,8 @@ def test_what_cannot_be_used_is_refused_by_name_with_the_reason(case, effects, t
     with pytest.raises(AdapterError, match=reason) as caught:
         read_adapter(path, TABLES)
     assert (caught.value.kind, caught.value.key) == ("unsupported", key)
-    code, result = run_cli(capsys, "convert", path, "--to", "diffusers", "-o", tmp_path / "out")
+    out = tmp_path / "out.safetensors"
+    code, result = run_cli(capsys, "convert", path, "--to", "diffusers", "-o", out)
     assert code != 0
     assert reason in result["message"]
 
